@@ -2,6 +2,7 @@
 
 import itertools
 import weakref
+from collections import deque
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, StepLR
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 
 from tests.helpers.callbacks import On, StopsAt
 from tests.helpers.toys import FEATURES, fit, toy_dataset
-from trainkit import Callback, CheckpointError, Run, Trainer
-from trainkit.callbacks import Checkpoint
+from trainkit import Callback, CheckpointError, Run, StepResult, Trainer
+from trainkit.callbacks import Checkpoint, MainProcess
 
 STEPS, CUT = 12, 6
 
@@ -168,3 +170,50 @@ def test_a_proxy_of_what_is_gone_is_left_alone(tmp_path: Path) -> None:
         model.parent = weakref.proxy(gone)
         del gone
         _train(tmp_path, model=model, stop=stop, resume="auto")
+
+
+class Steers(Callback):
+    """Sets the rate and the weights by what it holds, and has no `state_dict`."""
+
+    def __init__(self) -> None:
+        self.count, self.mean, self.seen = 0, torch.zeros(()), list[int]()
+        self.latest: deque[float] = deque(maxlen=2)
+
+    def on_fit_start(self, run: Run) -> None:
+        self.average = AveragedModel(run.module)
+        self.decay = StepLR(run.optimizer, 2, gamma=0.7)
+
+    def on_step_end(self, run: Run, result: StepResult) -> None:
+        self.count += 1
+        self.seen.append(run.state.step)
+        self.latest.append(float(result.loss))
+        self.mean = 0.9 * self.mean + 0.1 * result.loss
+        self.average.update_parameters(run.module)
+        self.decay.step()
+        with torch.no_grad():
+            for own, average in zip(
+                run.module.parameters(), self.average.module.parameters(), strict=True
+            ):
+                own.add_(0.1 * (average - own) / self.count + 0.01 * self.mean)
+                own.add_(sum(self.latest), alpha=0.01)
+
+
+@pytest.mark.parametrize("wrap", [lambda callback: callback, MainProcess], ids=["plain", "main"])
+def test_what_a_callback_holds_comes_back_but_for_its_records(wrap: Any, tmp_path: Path) -> None:
+    def train(folder: str, steps: int, **arguments: Any) -> tuple[Steers, list[Tensor]]:
+        torch.manual_seed(0)
+        model, steers = nn.Linear(FEATURES, 2), Steers()
+        trainer = Trainer(
+            max_steps=STEPS,
+            output_dir=tmp_path / folder,
+            callbacks=[Checkpoint(every_n_steps=CUT), wrap(steers), StopsAt(steps)],
+        )
+        fit(trainer, DataLoader(toy_dataset(), 4), model, **arguments)
+        return steers, [*model.parameters()]
+
+    whole, weights = train("a", STEPS)
+    train("b", CUT)
+    steers, resumed = train("b", STEPS, resume="must")
+    assert all(map(torch.equal, weights, resumed))
+    assert (steers.count, steers.latest) == (STEPS, whole.latest)
+    assert steers.seen == [*range(CUT + 1, STEPS + 1)]

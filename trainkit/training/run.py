@@ -115,6 +115,7 @@ class Run(RunServices):
                 trainer,
                 [
                     *self.checkpoints.objects.values(),
+                    *(self.model, self.optimizer),
                     *getattr(self.optimizer, "parts", {"": self.optimizer}).values(),
                     *(schedule.scheduler for _, schedule, _ in schedules),
                 ],

@@ -7,23 +7,18 @@ resume that lacked one of these would be another run.
 
 import copy
 import math
-from argparse import Namespace
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
-from enum import Enum
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from io import IOBase
 from itertools import islice
 from pathlib import Path
-from types import FunctionType, MemberDescriptorType, MethodType, SimpleNamespace
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
-from typing_extensions import override
+from torch.utils.data import IterableDataset
 
 from trainkit.basics.outside import Outside, functions_of, is_users
 from trainkit.basics.rng import is_generator, new_like, set_state
@@ -36,6 +31,15 @@ from trainkit.data.own_generators import generators_in
 from trainkit.data.stream_start import is_stateful
 from trainkit.data.workers import datasets_of
 from trainkit.errors import quoted
+from trainkit.training.callback import Callback
+from trainkit.training.resume.owners import (
+    STATE,
+    StateOf,
+    attributes_in,
+    copy_of,
+    has_state,
+    is_owner,
+)
 from trainkit.training.resume.values import (
     ENTRY,
     Mark,
@@ -43,6 +47,7 @@ from trainkit.training.resume.values import (
     is_array,
     is_dense,
     is_holder,
+    is_large_of_graph,
     mark_of,
     put_back,
 )
@@ -52,13 +57,12 @@ Entries = dict[str, dict[str, Any]]
 
 _OF_EVERY_MODULE = vars(nn.Module()).keys() - {"training"}
 _EXTRA_STATE = nn.Module.get_extra_state
-_NO_OWNERS = (DataLoader, Dataset, Enum, LRScheduler, Optimizer, Sampler, tuple, type)
 _OF_DATA = (list, tuple, dict, set, deque)  # they tell what was read, or are the data
-_STATE = "state"  # stands for the attributes of what has a `state_dict`
+_RECORDS = (list, dict, set)  # in which a callback notes what it has seen
 _STEP = "training_step"
+_CALLBACK = "callbacks["  # before its name
 _GENERATOR = "generator "  # before the number of one that is found in a data set
 _TRAINABLE = ".requires_grad"  # behind the name of a parameter
-_SHARED = "multiprocessing.sharedctypes"
 _MOST_HELD = 1024  # objects in a list or dict
 _MOST_OBJECTS = 10_000  # that are looked at in all
 _LARGEST = 1 << 20  # bytes of a tensor or array in a data set: what is larger is its data
@@ -69,10 +73,11 @@ class Attributes:
 
     Of modules, loss functions and trainers these are values that a checkpoint holds, and
     generators; of data sets and collate functions the same without containers, and small tensors;
-    of samplers tensors and arrays. A function has what it reads from outside (`Outside`); an object
-    of a user's class that one of these holds has its attributes, an optimizer that a step uses by
-    itself its `state_dict`. Left alone is what a graph has made, and what shares memory with a
-    parameter or a buffer.
+    of samplers tensors and arrays; of callbacks without a `state_dict` all but lists, dicts and
+    sets, in which they record. A function has what it reads from outside (`Outside`); an object of
+    a user's class that one of these holds has its attributes, an optimizer that a step uses by
+    itself its `state_dict`. What a graph has made, such as a hidden state with which the next step
+    goes on, comes back without it. Left alone is what shares memory with a parameter or buffer.
 
     Args:
         model: What is trained.
@@ -103,6 +108,14 @@ class Attributes:
         self._loaded: Entries = {}
         self._at_start: Entries = {}  # of the pass that is under way
 
+    def watch(self, callbacks: Iterable[Callback]) -> None:
+        """Look after callbacks of a user's classes, too, that have no state of their own."""
+        for each in callbacks:
+            found = getattr(each, "callback", each)  # of `MainProcess`
+            own = getattr(found.state_dict, "__func__", None) is not Callback.state_dict
+            if not own and is_users(type(found)):
+                self._others = {**self._others, f"{_CALLBACK}{found.name}]": found}
+
     def begin(self, device: torch.device, checkpoint: Path | None) -> None:
         """Note what there is, then put back what was loaded.
 
@@ -125,15 +138,15 @@ class Attributes:
                 continue
             owner, given = owners[name]
             if "is" in entry:
-                values, other = _attributes(owner), entry["is"]
-                if other in lost and _is_owner(values.get(key)):
-                    owners[other] = _another(values[key]), {}
+                values, other = attributes_in(owner), entry["is"]
+                if other in lost and is_owner(values.get(key)):
+                    owners[other] = copy_of(values[key]), {}
                     lost.remove(other)
                 if other in owners:
                     values[key] = owners[other][0]
                 continue
             self._tell_other(f"{name}.{key}", entry, given.get(key))
-            is_outside = isinstance(_attributes(owner), Outside)
+            is_outside = isinstance(attributes_in(owner), Outside)
             if is_outside or (name.startswith((_STEP, "data")) and _GENERATOR not in key):
                 outside.append(f"{name}.{key}")
             with applying(f"`{name}`", checkpoint or Path()):
@@ -147,12 +160,13 @@ class Attributes:
         if outside:
             self._say(
                 "trainkit: globals, closed-over values and attributes of data sets that the saved "
-                f"run had changed are back as it left them: {quoted(sorted(outside))}. (Of what a "
-                "callback holds, only its `state_dict` comes back.)"
+                f"run had changed are back as it left them: {quoted(sorted(outside))}."
             )
 
     def _tell_other(self, name: str, entry: Mapping[str, Any], given: Mark | None) -> None:
-        """Say where a value is given otherwise than when the saved run began."""
+        """Say where a value is given otherwise than when the saved run began, and than it ended."""
+        if given is not None and given.scalar and repr(given.scalar[0]) == repr(entry.get("value")):
+            return
         how, began = "is given otherwise than", given is None or entry.get("began", given.digest)
         if given is not None and given.scalar and "began_as" in entry:
             here, began = repr(given.scalar[0]), repr(entry["began_as"])
@@ -188,7 +202,7 @@ class Attributes:
                 for key, mark in marks.items()
                 if key in loaded or mark != before.get(key)
             }
-            was_held = before.keys() | loaded.keys() | ({_STATE} if _is_stateful(owner) else set())
+            was_held = before.keys() | loaded.keys() | ({STATE} if has_state(owner) else set())
             for key, value in values.items():
                 if key not in marks:
                     self._tell_lost(f"{name}.{key}", value, was_held=key in was_held)
@@ -200,7 +214,7 @@ class Attributes:
         check_form(state, {str: {str: ENTRY}})
         for name, owner, values, _ in self._looked_at():
             is_other = isinstance(owner, FunctionType | partial | Outside | dict)
-            is_object = not (is_other or _is_stateful(owner))
+            is_object = not (is_other or has_state(owner))
             for key, entry in state.get(name, {}).items():
                 is_method = is_object and callable(getattr(type(owner), key, None))
                 if is_method or key in _OF_EVERY_MODULE:
@@ -239,6 +253,12 @@ class Attributes:
                 "is given to it. Let `fit` read such a loader (`Combined`), or register an object "
                 "with a `state_dict` that draws from it."
             )
+        inner = value if issubclass(kind, list | tuple) else (value,)
+        if any(is_large_of_graph(each) and not each._is_view() for each in inner):
+            why = (
+                "is large and of a graph, and is not saved: a resume begins with what is given to "
+                "it. If a step goes on with it, keep it detached (`.detach()`)."
+            )
         if why and name not in self._told:
             self._told.add(name)
             self._say(f"trainkit: `{name}` {why}")
@@ -258,10 +278,12 @@ class Attributes:
         for name, owner in owners.items():
             values, marks = _values(owner), dict[str, Mark | None]()
             is_data = name.startswith("data") and not name.endswith("sampler")
+            is_callback = name.startswith(_CALLBACK)
+            left: tuple[type, ...] = _OF_DATA if is_data else _RECORDS if is_callback else ()
             for key, value in values.items():
                 if id(value) in self._now:
                     marks[key] = Mark(self._now[id(value)])
-                elif not (is_data and (isinstance(value, _OF_DATA) or is_generator(value))):
+                elif not (issubclass(type(value), left) or (is_data and is_generator(value))):
                     marks[key] = mark_of(value, memory, _LARGEST if is_data else math.inf)
             if name in ("trainer", _STEP):
                 marks.pop("planned_steps", None)  # which each `fit` sets anew
@@ -290,18 +312,18 @@ class Attributes:
         waiting = [(n, each) for n, each in self._others.items() if not n.endswith("sampler")]
         waiting += modules.items()
         known = [*self._registered, *self._others.values(), *modules.values()]
-        if isinstance(self._loss_fn, nn.Module) or _is_owner(self._loss_fn):
+        if isinstance(self._loss_fn, nn.Module) or is_owner(self._loss_fn):
             waiting.append(("", {"loss_fn": self._loss_fn}))
         elif self._loss_fn is not None:
             waiting.append(("loss_fn", self._loss_fn))
         seen, taken = {id(each) for each in known}, {name for name, _ in self._names.values()}
         for name, owner in islice(waiting, _MOST_OBJECTS):  # it grows
-            if _is_stateful(owner):
+            if has_state(owner):
                 continue
             is_list = isinstance(owner, (list, tuple))
-            for key, value in [*(enumerate(owner) if is_list else _attributes(owner).items())]:
+            for key, value in [*(enumerate(owner) if is_list else attributes_in(owner).items())]:
                 is_held = is_holder(value) and len(value) <= _MOST_HELD
-                if id(value) in seen or not (is_held or _is_owner(value)):
+                if id(value) in seen or not (is_held or is_owner(value)):
                     continue
                 if key in _OF_EVERY_MODULE and isinstance(owner, nn.Module):
                     continue
@@ -323,102 +345,17 @@ def _own_generators(dataset: Any) -> dict[str, Any]:
     return {f"{_GENERATOR}{index}": each for index, each in enumerate(generators_in(dataset))}
 
 
-def _is_owner(value: Any) -> bool:
-    """Return whether a value is a module, or has a state or attributes of a user's to be saved."""
-    kind = type(value)
-    if issubclass(kind, nn.Module) or kind in (SimpleNamespace, Namespace) or _is_stateful(value):
-        return True
-    if kind.__module__ == _SHARED:
-        return hasattr(kind, "value")
-    # What callbacks hold is theirs to save.
-    is_other = issubclass(kind, _NO_OWNERS) or hasattr(kind, "on_fit_start")
-    return not is_other and is_users(kind)
-
-
-def _is_stateful(value: Any) -> bool:
-    """Return whether it is an object of a library with a `state_dict`, and is not data."""
-    kind = type(value)
-    if issubclass(kind, LRScheduler | Optimizer):
-        return True
-    if not (hasattr(kind, "state_dict") and hasattr(kind, "load_state_dict")):
-        return False
-    is_read = hasattr(kind, "__iter__") or hasattr(kind, "__getitem__")
-    is_other = is_read or issubclass(kind, nn.Module | type) or hasattr(kind, "on_fit_start")
-    return not (is_other or is_users(kind) or kind.__module__.startswith("trainkit."))
-
-
-def _another(value: Any) -> Any:
-    """Return a copy of an object, whose lists and dicts are its own."""
-    made = copy.copy(value)
-    attributes = _attributes(made)
-    for key, each in [*attributes.items()]:
-        if isinstance(each, (list, dict, set, deque)):
-            attributes[key] = copy.copy(each)
-    return made
-
-
-class _Slots(dict[str, Any]):
-    """Attributes that are in slots, and the others of an object, to be read and set."""
-
-    def __init__(self, owner: Any, names: list[str]) -> None:
-        found = {name: getattr(owner, name) for name in names if hasattr(owner, name)}
-        super().__init__(found | getattr(owner, "__dict__", {}))
-        self._owner = owner
-
-    @override
-    def __setitem__(self, key: str, value: Any) -> None:
-        object.__setattr__(self._owner, key, value)
-
-
-class _State(dict[str, Any]):
-    """The state of what has a `state_dict`, to be read and set."""
-
-    def __init__(self, owner: Any) -> None:
-        try:
-            state = owner.state_dict()
-        except Exception as error:  # no checkpoint holds it, which is told
-            state = {"refused": error}
-        super().__init__({_STATE: state})
-        self._owner = owner
-
-    @override
-    def __setitem__(self, key: str, value: Any) -> None:
-        self._owner.load_state_dict(value)
-
-
-def _attributes(owner: Any) -> MutableMapping[str, Any]:
-    """Return the attributes of an object, or what functions read, to be read and set."""
-    if isinstance(owner, Outside | dict):
-        return owner
-    if _is_stateful(owner):
-        return _State(owner)
-    if isinstance(owner, FunctionType | partial):
-        return Outside(owner)
-    if owner is None or isinstance(owner, type):
-        return {}
-    if not isinstance(owner, nn.Module) and (slots := _slots_of(type(owner))):
-        return _Slots(owner, slots)
-    attributes: dict[str, Any] = getattr(owner, "__dict__", {})
-    return attributes
-
-
-def _slots_of(kind: type) -> list[str]:
-    if kind.__module__ == _SHARED:
-        return ["value"]
-    kinds = [each for each in kind.__mro__ if is_users(each)]
-    return [
-        n for each in kinds for n, v in vars(each).items() if isinstance(v, MemberDescriptorType)
-    ]
-
-
 def _values(owner: Any) -> dict[str, Any]:
     """Return the attributes of an owner, without those that it can make again."""
     if isinstance(owner, nn.Module) and type(owner).get_extra_state is not _EXTRA_STATE:
         return {}  # it says itself what is saved of it
-    left_out: Collection[str] = _OF_EVERY_MODULE if isinstance(owner, nn.Module) else ()
+    left_out: Collection[str] = ()
+    if isinstance(owner, nn.Module):
+        made = (name.removesuffix("_orig").removesuffix("_v") for name in parameters_of(owner))
+        left_out = {*_OF_EVERY_MODULE, *made}  # pruning and norms of weights make them in a forward
     return {
         key: value
-        for key, value in _attributes(owner).items()
+        for key, value in attributes_in(owner).items()
         if type(key) is str and key not in left_out
         if not isinstance(getattr(type(owner), key, None), cached_property)
     }
@@ -436,13 +373,13 @@ def _put_back(owner: Any, key: str, entry: Mapping[str, Any], device: torch.devi
         if parameter is not None:
             parameter.requires_grad_(entry["value"])
         return parameter is not None
-    values = _attributes(owner)
+    values = attributes_in(owner)
     if isinstance(owner, nn.Module) and key not in values:
         kinds: tuple[Any, ...] = (buffers_of(owner), parameters_of(owner))
         values = next((kind for kind in kinds if key in kind), values)
     if key.startswith(_GENERATOR):
         values = _own_generators(owner)
-    if isinstance(values, _State):
+    if isinstance(values, StateOf):
         values[key] = entry.get("value")
         return True
     return put_back(values, key, entry, device)

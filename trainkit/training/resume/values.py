@@ -19,6 +19,7 @@ from trainkit.containers import json_form
 
 _MOST = 100_000  # values in one attribute: what has more is data
 _MOST_FLAT = 1 << 20  # of these in one list or dict
+_LARGEST_OF_GRAPH = 16 << 20  # bytes of a tensor: larger ones are activations to look at
 _SCALARS = (type(None), bool, int, float, complex, str)
 _IN_PLACE = (list, deque, dict, Counter, OrderedDict, defaultdict, set)
 ENTRY = {
@@ -71,8 +72,8 @@ class _Form(json_form.Encoder):
 
     @override
     def put_tensor(self, value: Any) -> Any:
-        if not is_dense(value) or value.is_meta or value.grad_fn is not None:
-            raise self.refused("is of a graph, or has no values of its own")
+        if not is_dense(value) or value.is_meta or is_large_of_graph(value):
+            raise self.refused("has no values of its own, or is large and of a graph")
         if value.untyped_storage().data_ptr() in self._memory:
             raise self.refused("shares memory with a parameter or buffer")
 
@@ -121,7 +122,7 @@ def entry_of(value: Any, mark: Mark, before: Mark | None) -> dict[str, Any]:
         entry["as_present"] = True
     if isinstance(value, Tensor):
         entry["in_place"] = bool(before and before.tensor and before.tensor() is value)
-        entry["requires_grad"] = value.requires_grad
+        entry["requires_grad"] = value.requires_grad and value.is_leaf
     entry["value"] = tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, content)
     if not all(tensor.is_cpu for tensor in tree_leaves(content) if isinstance(tensor, Tensor)):
         entry["accelerator"] = True
@@ -168,6 +169,12 @@ def put_back(
 def is_dense(tensor: Tensor) -> bool:
     """Return whether a tensor is a plain one with values in memory."""
     return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+
+
+def is_large_of_graph(value: Any) -> bool:
+    """Return whether a value is a tensor that a graph has made, too large for a state."""
+    is_made = issubclass(type(value), Tensor) and value.grad_fn is not None  # not by a dead proxy
+    return is_made and value.nbytes > _LARGEST_OF_GRAPH
 
 
 def is_array(value: Any) -> bool:

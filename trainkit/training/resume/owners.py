@@ -1,0 +1,110 @@
+"""Which objects hold values that a training changes, and how these are read and set (rule 22)."""
+
+import copy
+from argparse import Namespace
+from collections import deque
+from collections.abc import MutableMapping
+from enum import Enum
+from functools import partial
+from types import FunctionType, MemberDescriptorType, SimpleNamespace
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader, Dataset, Sampler
+from typing_extensions import override
+
+from trainkit.basics.outside import Outside, is_users
+
+STATE = "state"
+"""Stands for the attributes of what has a `state_dict`."""
+_NO_OWNERS = (DataLoader, Dataset, Enum, LRScheduler, Optimizer, Sampler, tuple, type)
+_SHARED = "multiprocessing.sharedctypes"
+
+
+def is_owner(value: Any) -> bool:
+    """Return whether a value is a module, or has a state or attributes of a user's to be saved."""
+    kind = type(value)
+    if issubclass(kind, nn.Module) or kind in (SimpleNamespace, Namespace) or has_state(value):
+        return True
+    if kind.__module__ == _SHARED:
+        return hasattr(kind, "value")
+    is_other = issubclass(kind, _NO_OWNERS) or hasattr(kind, "on_fit_start")
+    return not is_other and is_users(kind)
+
+
+def has_state(value: Any) -> bool:
+    """Return whether it is an object of a library with a `state_dict`, and is not data."""
+    kind = type(value)
+    if issubclass(kind, LRScheduler | Optimizer):
+        return True
+    if not (hasattr(kind, "state_dict") and hasattr(kind, "load_state_dict")):
+        return False
+    is_read = hasattr(kind, "__iter__") or hasattr(kind, "__getitem__")
+    is_other = is_read or issubclass(kind, nn.Module | type) or hasattr(kind, "on_fit_start")
+    return not (is_other or is_users(kind) or kind.__module__.startswith("trainkit."))
+
+
+def copy_of(value: Any) -> Any:
+    """Return a copy of an object, whose lists and dicts are its own."""
+    made = copy.copy(value)
+    attributes = attributes_in(made)
+    for key, each in [*attributes.items()]:
+        if isinstance(each, (list, dict, set, deque)):
+            attributes[key] = copy.copy(each)
+    return made
+
+
+class _Slots(dict[str, Any]):
+    """Attributes that are in slots, and the others of an object, to be read and set."""
+
+    def __init__(self, owner: Any, names: list[str]) -> None:
+        found = {name: getattr(owner, name) for name in names if hasattr(owner, name)}
+        super().__init__(found | getattr(owner, "__dict__", {}))
+        self._owner = owner
+
+    @override
+    def __setitem__(self, key: str, value: Any) -> None:
+        object.__setattr__(self._owner, key, value)
+
+
+class StateOf(dict[str, Any]):
+    """The state of what has a `state_dict`, to be read and set."""
+
+    def __init__(self, owner: Any) -> None:
+        try:
+            state = owner.state_dict()
+        except Exception as error:  # no checkpoint holds it, which is told
+            state = {"refused": error}
+        super().__init__({STATE: state})
+        self._owner = owner
+
+    @override
+    def __setitem__(self, key: str, value: Any) -> None:
+        self._owner.load_state_dict(value)
+
+
+def attributes_in(owner: Any) -> MutableMapping[str, Any]:
+    """Return the attributes of an object, or what functions read, to be read and set."""
+    if isinstance(owner, Outside | dict):
+        return owner
+    if has_state(owner):
+        return StateOf(owner)
+    if isinstance(owner, FunctionType | partial):
+        return Outside(owner)
+    if owner is None or isinstance(owner, type):
+        return {}
+    if not isinstance(owner, nn.Module) and (slots := _slots_of(type(owner))):
+        return _Slots(owner, slots)
+    attributes: dict[str, Any] = getattr(owner, "__dict__", {})
+    return attributes
+
+
+def _slots_of(kind: type) -> list[str]:
+    if kind.__module__ == _SHARED:
+        return ["value"]
+    kinds = [each for each in kind.__mro__ if is_users(each)]
+    return [
+        n for each in kinds for n, v in vars(each).items() if isinstance(v, MemberDescriptorType)
+    ]
