@@ -214,32 +214,35 @@ class Odd(Dataset[Any]):
 
 
 class Partly(nn.Module):
-    """Has a bias that is whole everywhere, for what is cut over the processes."""
+    """Has a bias, or statistics, of what is cut over the processes, and knows of no cut."""
 
-    def __init__(self, mesh: DeviceMesh) -> None:
+    def __init__(self, mesh: DeviceMesh, *, normalizes: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.up = nn.Linear(6, 4)
         self.down = nn.Linear(4, 3)
         parallelize_module(self, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
-        self.shift = nn.Parameter(torch.zeros(2))
+        self.norm = nn.BatchNorm1d(2, affine=False) if normalizes else nn.Identity()
+        self.shift = nn.Parameter(torch.zeros(2), requires_grad=not normalizes)
 
     @override
     def forward(self, inputs: Tensor) -> Tensor:
-        logits: Tensor = self.down(torch.tanh(self.up(inputs) + self.shift))
+        logits: Tensor = self.down(torch.tanh(self.norm(self.up(inputs)) + self.shift))
         return logits
 
 
 def refused(rank: int) -> dict[str, str]:
     """Return what is said of models, precisions and data that do not fit."""
 
-    def said(model: nn.Module, samples: Any = None, **options: Any) -> str:
+    def said(
+        model: nn.Module, samples: Any = None, optimizer: Any = torch.optim.SGD, **options: Any
+    ) -> str:
         trainer = Trainer(max_steps=1, callbacks=[], strategy="model_parallel", **options)
         with pytest.raises(ConfigError) as caught:
             trainer.fit(
                 model,
                 DataLoader(data(torch.float32) if samples is None else samples, batch_size=4),
-                optimizer=partial(torch.optim.SGD, lr=0.1),
+                optimizer=partial(optimizer, lr=0.1),
                 loss_fn=nn.functional.cross_entropy,
             )
         return str(caught.value)
@@ -250,7 +253,10 @@ def refused(rank: int) -> dict[str, str]:
     found["fp16"] = said(tensor(net(), (1, 2)), precision="fp16")
     torch.manual_seed(rank)
     found["seeds"] = said(tensor(Net(), (1, 2)))
-    found["partial"] = said(Partly(init_device_mesh("cpu", (2,))))
+    mesh = init_device_mesh("cpu", (2,))
+    found["partial"] = said(Partly(mesh))
+    found["statistics"] = said(Partly(mesh, normalizes=True))
+    found["closure"] = said(tensor(net(), (1, 2)), optimizer=torch.optim.LBFGS)
     found["data"] = said(tensor(net(), (1, 2)), Odd(rank))
     return found
 
@@ -263,7 +269,10 @@ def test_what_does_not_fit_is_refused_in_a_sentence() -> None:
     assert "do not divide the 2 of this job" in found["half"]
     assert "no scale for parameters on several meshes" in found["fp16"]
     assert "differ between them (`first.weight`" in found["seeds"]
-    assert "other gradients on each in the first step (`shift`)" in found["partial"]
+    assert "have other gradients or values on each after the first" in found["partial"]
+    assert "(`shift`)" in found["partial"]
+    assert "(`norm.running_mean`, `norm.running_var`)" in found["statistics"]
+    assert "`LBFGS` joins all parameters" in found["closure"]
     assert "the same batch" in found["data"]
 
 

@@ -39,6 +39,7 @@ class LoopModelParallel(ModelParallel):
 
     @override
     def rebind_optimizer(self, optimizer: Optimizer, module: nn.Module) -> None:
+        super().rebind_optimizer(optimizer, module)
         optimizer.register_step_pre_hook(self._before_step)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:

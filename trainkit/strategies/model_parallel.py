@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
@@ -129,6 +130,15 @@ class ModelParallel(ShardedStrategy):
         return holders, firsts.index(holders[self.processes.rank]), len(firsts)
 
     @override
+    def rebind_optimizer(self, optimizer: Optimizer, module: nn.Module) -> None:
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ConfigError(
+                f"`{class_name(optimizer)}` joins all parameters in one tensor, which what is cut "
+                "and what is whole cannot be. Use an optimizer that updates each by itself, such "
+                "as `partial(AdamW, lr=3e-4)`."
+            )
+
+    @override
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
         self._let_wait(True)
@@ -178,13 +188,15 @@ class ModelParallel(ShardedStrategy):
     @override
     def check_gradients(self, module: nn.Module) -> None:
         super().check_gradients(module)
-        gradients = {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
-        if wrong := self._apart(gradients, 0.01):
+        whole = {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
+        saved = module.state_dict(keep_vars=True)
+        whole |= {n: b for n, b in module.named_buffers() if n in saved and b.is_floating_point()}
+        if wrong := self._apart(whole, 0.01):
             raise ConfigError(
-                f"{len(wrong)} parameters are whole on each process of a tensor group, but got "
-                f"other gradients on each in the first step ({quoted(wrong)}): each process has "
-                "seen a part of what they work on. Make them `DTensor`s placed by `Replicate()`, "
-                "as `parallelize_module` does, or add their gradients up over the group."
+                f"{len(wrong)} parameters or buffers are whole on each process of a tensor group, "
+                f"but have other gradients or values on each after the first step ({quoted(wrong)})"
+                ": each process has seen a part of what they work on. Make them `DTensor`s placed "
+                "by `Replicate()`, as `parallelize_module` does, or add up over the group."
             )
 
     @override
