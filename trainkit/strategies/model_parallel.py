@@ -133,7 +133,7 @@ class ModelParallel(ShardedStrategy):
     def rebind_optimizer(self, optimizer: Optimizer, module: nn.Module) -> None:
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ConfigError(
-                f"`{class_name(optimizer)}` joins all parameters in one tensor, which what is cut "
+                f"`{type(optimizer).__name__}` joins all parameters in one tensor, which what is cut "
                 "and what is whole cannot be. Use an optimizer that updates each by itself, such "
                 "as `partial(AdamW, lr=3e-4)`."
             )
