@@ -49,8 +49,8 @@ go by a courier, and a checkpoint is read where the machine has it.
 callbacks, and key the generators of data sets.
 29 give MLflow the options of its own `log_metrics` and keep paths as they were given.
 49 see what an own loop does to gradients that DeepSpeed has sent, and 117 drive models that come
-parallel in one, and DDP where it is passed as a strategy. 35 drop what `fully_shard` has not reduced,
-and refuse what a cut does not fit.
+parallel in one, and DDP where it is passed as a strategy. 35 drop what `fully_shard` has not
+reduced, and refuse what a cut does not fit.
 """
 
 

@@ -133,8 +133,8 @@ class ModelParallel(ShardedStrategy):
     def rebind_optimizer(self, optimizer: Optimizer, module: nn.Module) -> None:
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ConfigError(
-                f"`{type(optimizer).__name__}` joins all parameters in one tensor, which what is cut "
-                "and what is whole cannot be. Use an optimizer that updates each by itself, such "
+                "`LBFGS` joins all parameters in one tensor, which what is cut and what is whole "
+                "cannot be. Use an optimizer that updates each by itself, such "
                 "as `partial(AdamW, lr=3e-4)`."
             )
 
