@@ -31,7 +31,6 @@ from trainkit.data.own_generators import generators_in
 from trainkit.data.stream_start import is_stateful
 from trainkit.data.workers import datasets_of
 from trainkit.errors import quoted
-from trainkit.training.callback import Callback
 from trainkit.training.resume.owners import (
     STATE,
     StateOf,
@@ -108,13 +107,10 @@ class Attributes:
         self._loaded: Entries = {}
         self._at_start: Entries = {}  # of the pass that is under way
 
-    def watch(self, callbacks: Iterable[Callback]) -> None:
-        """Look after callbacks of a user's classes, too, that have no state of their own."""
-        for each in callbacks:
-            found = getattr(each, "callback", each)  # of `MainProcess`
-            own = getattr(found.state_dict, "__func__", None) is not Callback.state_dict
-            if not own and is_users(type(found)):
-                self._others = {**self._others, f"{_CALLBACK}{found.name}]": found}
+    def watch(self, callbacks: Iterable[Any]) -> None:
+        """Look after those of a user's classes, too, of callbacks without a state of their own."""
+        own = {f"{_CALLBACK}{each.name}]": each for each in callbacks if is_users(type(each))}
+        self._others = {**self._others, **own}
 
     def begin(self, device: torch.device, checkpoint: Path | None) -> None:
         """Note what there is, then put back what was loaded.
@@ -254,7 +250,7 @@ class Attributes:
                 "with a `state_dict` that draws from it."
             )
         inner = value if issubclass(kind, list | tuple) else (value,)
-        if any(is_large_of_graph(each) and not each._is_view() for each in inner):
+        if any(map(is_large_of_graph, inner)):
             why = (
                 "is large and of a graph, and is not saved: a resume begins with what is given to "
                 "it. If a step goes on with it, keep it detached (`.detach()`)."
