@@ -333,7 +333,7 @@ class Trainer:
             self.run = run = self._make_run(model, loader, evaluations, settings)
             stack.enter_context(course)
             checkpoint, callbacks = course.begin(run, self.callbacks, self.new_run)
-            run.internals.attributes.watch(callbacks.stateless)
+            run.internals.attributes.watch(callbacks.callbacks)
             stack.enter_context(own_folder(run))
             stack.enter_context(watched(run, self._watchdog))
             stack.enter_context(rng.lent(self.processes.device))

@@ -1,5 +1,6 @@
 """Optimizers and the like that a step uses by itself come back with their states (rule 22)."""
 
+import copy
 import itertools
 import weakref
 from collections import deque
@@ -17,7 +18,7 @@ from torch.utils.data import DataLoader
 from tests.helpers.callbacks import On, StopsAt
 from tests.helpers.toys import FEATURES, fit, toy_dataset
 from trainkit import Callback, CheckpointError, Run, StepResult, Trainer
-from trainkit.callbacks import Checkpoint, MainProcess
+from trainkit.callbacks import EMA, Checkpoint, MainProcess
 
 STEPS, CUT = 12, 6
 
@@ -172,16 +173,43 @@ def test_a_proxy_of_what_is_gone_is_left_alone(tmp_path: Path) -> None:
         _train(tmp_path, model=model, stop=stop, resume="auto")
 
 
+class Adds(EMA):
+    """Adds a sum to a callback whose `state_dict` does not know of it."""
+
+    def __init__(self) -> None:
+        super().__init__(0.9)
+        self.count = torch.zeros(())
+
+    def on_step_end(self, run: Run, result: StepResult) -> None:
+        super().on_step_end(run, result)
+        self.count = self.count + result.loss
+
+
+class Head(Callback, nn.Module):  # type: ignore[misc]
+    """Is a module itself."""
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        self.layer = nn.Linear(1, 1).requires_grad_(False)
+
+    def on_step_end(self, run: Run, result: StepResult) -> None:
+        self.layer.weight += result.loss
+
+
 class Steers(Callback):
     """Sets the rate and the weights by what it holds, and has no `state_dict`."""
 
     def __init__(self) -> None:
         self.count, self.mean, self.seen = 0, torch.zeros(()), list[int]()
         self.latest: deque[float] = deque(maxlen=2)
+        self.offset, self.teacher = nn.Parameter(torch.zeros(())), None  # type: nn.Parameter, Any
+        self.adam = torch.optim.Adam([self.offset])
+        self.changes, self.norms = list[Tensor](), list[Tensor]()
 
     def on_fit_start(self, run: Run) -> None:
         self.average = AveragedModel(run.module)
-        self.decay = StepLR(run.optimizer, 2, gamma=0.7)
+        self.decay = StepLR(run.optimizer, 4, gamma=0.7)
+        self.start = {name: p.detach().clone() for name, p in run.module.named_parameters()}
 
     def on_step_end(self, run: Run, result: StepResult) -> None:
         self.count += 1
@@ -190,26 +218,39 @@ class Steers(Callback):
         self.mean = 0.9 * self.mean + 0.1 * result.loss
         self.average.update_parameters(run.module)
         self.decay.step()
+        self.norms.append(result.loss.detach())
+        self.adam.zero_grad()
+        self.offset.grad = self.offset.detach() - result.loss.detach()
+        self.adam.step()
+        if not self.changes:
+            self.teacher = copy.deepcopy(run.module)
+            self.changes = [torch.zeros_like(each) for each in run.module.parameters()]
+        for change, own in zip(self.changes, run.module.parameters(), strict=True):
+            change.lerp_(own.detach(), 0.1)
         with torch.no_grad():
             for own, average in zip(
                 run.module.parameters(), self.average.module.parameters(), strict=True
             ):
                 own.add_(0.1 * (average - own) / self.count + 0.01 * self.mean)
-                own.add_(sum(self.latest), alpha=0.01)
+                own.add_(sum(self.latest) + self.offset, alpha=0.01)
+            for part in (self.start.values(), self.changes, self.teacher.parameters()):
+                for own, other in zip(run.module.parameters(), part, strict=True):
+                    other.lerp_(own, 0.1)
+                    own.lerp_(other, 0.1)
 
 
 @pytest.mark.parametrize("wrap", [lambda callback: callback, MainProcess], ids=["plain", "main"])
 def test_what_a_callback_holds_comes_back_but_for_its_records(wrap: Any, tmp_path: Path) -> None:
     def train(folder: str, steps: int, **arguments: Any) -> tuple[Steers, list[Tensor]]:
         torch.manual_seed(0)
-        model, steers = nn.Linear(FEATURES, 2), Steers()
+        model, steers, adds, head = nn.Linear(FEATURES, 2), Steers(), Adds(), Head()
         trainer = Trainer(
             max_steps=STEPS,
             output_dir=tmp_path / folder,
-            callbacks=[Checkpoint(every_n_steps=CUT), wrap(steers), StopsAt(steps)],
+            callbacks=[Checkpoint(every_n_steps=CUT), wrap(steers), adds, head, StopsAt(steps)],
         )
         fit(trainer, DataLoader(toy_dataset(), 4), model, **arguments)
-        return steers, [*model.parameters()]
+        return steers, [*model.parameters(), *head.parameters(), adds.count]
 
     whole, weights = train("a", STEPS)
     train("b", CUT)
@@ -217,3 +258,4 @@ def test_what_a_callback_holds_comes_back_but_for_its_records(wrap: Any, tmp_pat
     assert all(map(torch.equal, weights, resumed))
     assert (steers.count, steers.latest) == (STEPS, whole.latest)
     assert steers.seen == [*range(CUT + 1, STEPS + 1)]
+    assert len(steers.norms) == STEPS - CUT

@@ -19,8 +19,6 @@ class CallbackList:
         given = tuple(callbacks)
         _check(given)
         self.callbacks = tuple(_with_others(given))
-        inside = (getattr(each, "callback", each) for each in self.callbacks)  # of `MainProcess`
-        self.stateless = tuple(each for each in inside if not _overrides(each, "state_dict"))
         self.writers = tuple(each for each in self.callbacks if _overrides(each, "check_output"))
         self._listeners: dict[Callable[..., None], list[tuple[Callback, Callable[..., None]]]] = {
             getattr(Callback, hook): [

@@ -6,10 +6,12 @@ resume that lacked one of these would be another run.
 """
 
 import copy
+import inspect
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property, partial
+from dis import get_instructions
+from functools import cache, cached_property, partial
 from io import IOBase
 from itertools import islice
 from pathlib import Path
@@ -47,6 +49,7 @@ from trainkit.training.resume.values import (
     is_dense,
     is_holder,
     is_large_of_graph,
+    is_like,
     mark_of,
     put_back,
 )
@@ -72,11 +75,12 @@ class Attributes:
 
     Of modules, loss functions and trainers these are values that a checkpoint holds, and
     generators; of data sets and collate functions the same without containers, and small tensors;
-    of samplers tensors and arrays; of callbacks without a `state_dict` all but lists, dicts and
-    sets, in which they record. A function has what it reads from outside (`Outside`); an object of
-    a user's class that one of these holds has its attributes, an optimizer that a step uses by
-    itself its `state_dict`. What a graph has made, such as a hidden state with which the next step
-    goes on, comes back without it. Left alone is what shares memory with a parameter or buffer.
+    of samplers tensors and arrays; of callbacks without a `state_dict` of the user's all but lists,
+    dicts and sets, in which they record, if these are not tensors like those of the model. A
+    function has what it reads from outside (`Outside`); an object of a user's class that one of
+    these holds has its attributes, an optimizer that a step uses by itself its `state_dict`. What a
+    graph has made, such as a hidden state with which the next step goes on, comes back without it.
+    Left alone is what shares memory with a parameter or buffer.
 
     Args:
         model: What is trained.
@@ -108,9 +112,14 @@ class Attributes:
         self._at_start: Entries = {}  # of the pass that is under way
 
     def watch(self, callbacks: Iterable[Any]) -> None:
-        """Look after those of a user's classes, too, of callbacks without a state of their own."""
-        own = {f"{_CALLBACK}{each.name}]": each for each in callbacks if is_users(type(each))}
-        self._others = {**self._others, **own}
+        """Look after callbacks of a user's classes, too, that have no state of their own."""
+        for each in callbacks:
+            found = getattr(each, "callback", each)  # of `MainProcess`
+            saves = getattr(found.state_dict, "__func__", None)
+            if is_users(type(found)) and saves is not None and not is_users(saves):
+                name = f"{_CALLBACK}{found.name}]"
+                inner = found.named_modules(prefix=name) if isinstance(found, nn.Module) else ()
+                self._others = {**self._others, name: found, **dict(inner)}
 
     def begin(self, device: torch.device, checkpoint: Path | None) -> None:
         """Note what there is, then put back what was loaded.
@@ -125,21 +134,27 @@ class Attributes:
         self._names = {}
         owners = {name: (owner, marks) for name, owner, _, marks in self._looked_at()}
         self._before = {name: marks for name, (_, marks) in owners.items()}
-        lost = sorted(self._loaded.keys() - owners.keys())
-        outside: list[str] = []
+        outside, lost = list[str](), list[str]()
         # Objects first, then what is in them.
         loaded = [(n, k, e) for n, own in self._loaded.items() for k, e in own.items()]
-        for name, key, entry in sorted(loaded, key=lambda each: "is" not in each[2]):
+        for name, key, entry in sorted(loaded, key=lambda each: not {"is", "copy"} & {*each[2]}):
             if name not in owners:
                 continue
             owner, given = owners[name]
             if "is" in entry:
                 values, other = attributes_in(owner), entry["is"]
-                if other in lost and is_owner(values.get(key)):
+                is_lost = other in self._loaded.keys() - owners.keys()
+                if is_lost and is_owner(values.get(key)):
                     owners[other] = copy_of(values[key]), {}
-                    lost.remove(other)
                 if other in owners:
                     values[key] = owners[other][0]
+                continue
+            if "copy" in entry:
+                source, _ = owners.get(entry["copy"], (None, {}))
+                if source is not None and getattr(owner, key, None) is None:
+                    made = attributes_in(owner)[key] = copy.deepcopy(source)
+                    inner = made.named_modules(prefix=f"{name}.{key}")
+                    owners |= {place: (each, {}) for place, each in inner}
                 continue
             self._tell_other(f"{name}.{key}", entry, given.get(key))
             is_outside = isinstance(attributes_in(owner), Outside)
@@ -148,10 +163,11 @@ class Attributes:
             with applying(f"`{name}`", checkpoint or Path()):
                 if not _put_back(owner, key, entry, device):
                     lost.append(f"{name}.{key}")
+        lost += self._loaded.keys() - owners.keys()
         if lost:
             self._say(
-                f"trainkit: the checkpoint holds attributes of {quoted(lost)}, for which this run "
-                "has nothing. They are left out: let them be there when `fit` begins."
+                f"trainkit: the checkpoint holds attributes of {quoted(sorted(lost))}, for which "
+                "this run has nothing. They are left out: let them be there when `fit` begins."
             )
         if outside:
             self._say(
@@ -167,7 +183,8 @@ class Attributes:
         if given is not None and given.scalar and "began_as" in entry:
             here, began = repr(given.scalar[0]), repr(entry["began_as"])
             how = "" if here == began else f"is {here} here, and was {began}"
-        if given is not None and how and began != given.digest:
+        is_average = name.startswith(_CALLBACK) and isinstance(entry.get("value"), _RECORDS)
+        if given is not None and how and not is_average and began != given.digest:
             self._say(
                 f"trainkit: `{name}` {how} when the saved run began. It goes on with "
                 f"{repr(entry.get('value', 'its state'))[:80]}, as saved. Set what shall be "
@@ -201,6 +218,8 @@ class Attributes:
             was_held = before.keys() | loaded.keys() | ({STATE} if has_state(owner) else set())
             for key, value in values.items():
                 if key not in marks:
+                    if source := self._source_of(value, f"{name}.{key}"):
+                        found[name][key] = {"copy": source}
                     self._tell_lost(f"{name}.{key}", value, was_held=key in was_held)
         found |= self._at_start
         return {name: entries for name, entries in found.items() if entries}
@@ -239,8 +258,9 @@ class Attributes:
         kind, why = type(value), ""
         if was_held and issubclass(kind, list | dict | set):
             why = (
-                "has become what no checkpoint holds: it is too large or deep, or has other things "
-                "than numbers, text and tensors in it. A resume begins with what is given to it."
+                "has become what no checkpoint holds: it is too large or deep, has other things "
+                "than numbers, text and tensors in it, or is a callback's, in which it records. A "
+                "resume begins with what is given to it."
             )
         is_read = hasattr(kind, "__next__") and not issubclass(kind, IOBase)
         if is_read and not name.startswith("data"):
@@ -259,6 +279,14 @@ class Attributes:
             self._told.add(name)
             self._say(f"trainkit: `{name}` {why}")
 
+    def _source_of(self, value: Any, place: str) -> str | None:
+        """Return which module of the model one is like that was made on the way, as an average."""
+        if place in self._apart_now - self._before.keys() and isinstance(value, nn.Module):
+            modules = dict(self._model.named_modules(prefix="model"))
+            alike = (n for n, m in modules.items() if type(m) is type(value))
+            return next((n for n in alike if _shapes(modules[n]) == _shapes(value)), None)
+        return None
+
     def _looked_at(self) -> Iterator[tuple[str, Any, dict[str, Any], dict[str, Mark]]]:
         """Yield each owner by its name, with its attributes, and the marks of what can be saved."""
         modules = dict(self._model.named_modules(prefix="model"))
@@ -267,18 +295,20 @@ class Attributes:
         memory = {each.untyped_storage().data_ptr() for each in parts if is_dense(each)}
         apart = dict(self._apart(modules))
         objects = {id(o): (n, o) for n, o in apart.items() if not isinstance(o, nn.Module)}
-        self._names = self._names or objects
+        self._names, self._apart_now = self._names or objects, {*apart}
         self._now = {key: name for key, (name, _) in objects.items()}
         loss = {} if isinstance(self._loss_fn, nn.Module) else {"loss_fn": self._loss_fn}
         owners = {**modules, **loss, **apart, **self._others}
         for name, owner in owners.items():
             values, marks = _values(owner), dict[str, Mark | None]()
             is_data = name.startswith("data") and not name.endswith("sampler")
-            is_callback = name.startswith(_CALLBACK)
+            is_callback = name.startswith(_CALLBACK) and not has_state(owner)
             left: tuple[type, ...] = _OF_DATA if is_data else _RECORDS if is_callback else ()
             for key, value in values.items():
                 if id(value) in self._now:
                     marks[key] = Mark(self._now[id(value)])
+                elif is_callback and is_like(value, held):
+                    marks[key] = mark_of(value, memory)
                 elif not (issubclass(type(value), left) or (is_data and is_generator(value))):
                     marks[key] = mark_of(value, memory, _LARGEST if is_data else math.inf)
             if name in ("trainer", _STEP):
@@ -349,12 +379,27 @@ def _values(owner: Any) -> dict[str, Any]:
     if isinstance(owner, nn.Module):
         made = (name.removesuffix("_orig").removesuffix("_v") for name in parameters_of(owner))
         left_out = {*_OF_EVERY_MODULE, *made}  # pruning and norms of weights make them in a forward
+    elif hasattr(type(owner), "on_fit_start"):
+        left_out = _saved_by_shipped(owner.__class__)
     return {
         key: value
         for key, value in attributes_in(owner).items()
         if type(key) is str and key not in left_out
         if not isinstance(getattr(type(owner), key, None), cached_property)
     }
+
+
+@cache
+def _saved_by_shipped(kind: Any) -> set[str]:
+    """Return the attributes that classes of trainkit set, whose `state_dict` says what is saved."""
+    shipped = [vars(each) for each in kind.__mro__ if each.__module__.startswith("trainkit.")]
+    code = [each for own in shipped for each in own.values() if isinstance(each, FunctionType)]
+    steps = (step for each in code for step in get_instructions(inspect.unwrap(each)))
+    return {step.argval for step in steps if step.opname == "STORE_ATTR"}
+
+
+def _shapes(module: nn.Module) -> list[tuple[str, torch.Size]]:
+    return [(name, each.shape) for name, each in module.named_parameters()]
 
 
 def _frozen(module: nn.Module) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Values of attributes: which a checkpoint can hold, told apart, saved and put back (rule 22)."""
 
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from hashlib import blake2b
@@ -26,6 +26,7 @@ ENTRY = {
     "value?": Any,
     "generator?": Any,
     "is?": str,
+    "copy?": str,
     "in_place?": bool,
     "requires_grad?": bool,
     "accelerator?": bool,
@@ -196,6 +197,15 @@ def _content(value: Any) -> Any:
 def is_holder(value: Any) -> bool:
     """Return whether a value is a list or dict of other things than scalars."""
     return type(value) in (list, tuple, dict) and not _is_flat(value)
+
+
+def is_like(value: Any, held: Sequence[Tensor]) -> bool:
+    """Return whether a list or dict has tensors of the shapes of those of a model, as averages."""
+    inner = [*value.values()] if isinstance(value, dict) else value
+    if not isinstance(inner, list) or not 0 < len(inner) <= len(held):
+        return False
+    shapes = {each.shape for each in held}
+    return all(isinstance(each, Tensor) and each.shape in shapes for each in inner)
 
 
 def _is_flat(value: Any) -> bool:
