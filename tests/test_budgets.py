@@ -45,7 +45,7 @@ makes an update,
 and fp8, of which 15 in the core let a precision convert a model.
 222 let machines without a shared folder train into object storage, 33 of them in the core: saves
 go by a courier, and a checkpoint is read where the machine has it.
-1,023 in the core bring back what no state dict holds, of all kinds that programs have, also in
+1,083 in the core bring back what no state dict holds, of all kinds that programs have, also in
 callbacks, and key the generators of data sets.
 29 give MLflow the options of its own `log_metrics` and keep paths as they were given.
 49 see what an own loop does to gradients that DeepSpeed has sent, and 117 drive models that come
