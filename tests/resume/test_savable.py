@@ -15,7 +15,15 @@ from torch.utils.data import DataLoader
 from tests.helpers.callbacks import Counts
 from tests.helpers.ranks import run_ranks
 from tests.helpers.toys import Registered, toy_dataset, toy_model
-from trainkit import Accelerator, Callback, CheckpointError, ConfigError, Trainer
+from trainkit import (
+    Accelerator,
+    Callback,
+    CheckpointError,
+    ConfigError,
+    Run,
+    StepResult,
+    Trainer,
+)
 from trainkit.callbacks import Checkpoint
 from trainkit.strategies import FSDP
 
@@ -167,6 +175,14 @@ def test_what_cannot_be_saved_is_named_before_the_first_step(case: str, tmp_path
     assert steps.steps == 0
 
 
+class Averages(Callback):
+    """Holds shards of its own, and those of the model, which are saved with it."""
+
+    def on_step_end(self, run: Run, result: StepResult) -> None:
+        self.models = [*run.module.parameters()]
+        self.own = [parameter.detach().clone() for parameter in self.models]
+
+
 def _refused_on_both(rank: int, folder: Path) -> bool:
     steps = Counts()
     with pytest.raises(ConfigError, match="decay_fn"):
@@ -176,11 +192,15 @@ def _refused_on_both(rank: int, folder: Path) -> bool:
             callbacks=(steps,),
             strategy=FSDP(device="cpu"),
         )
+    train(folder, callbacks=(Averages(),), strategy=FSDP(device="cpu"))
     return steps.steps == 0
 
 
-def test_so_it_is_on_two_processes(tmp_path: Path) -> None:
+def test_so_it_is_on_two_processes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert run_ranks(2, _refused_on_both, tmp_path) == [True, True]
+    told = [line for line in capfd.readouterr().out.splitlines() if "that is sharded" in line]
+    assert len(told) == 1
+    assert "`callbacks[Averages].own` holds a tensor that is sharded" in told[0]
 
 
 def test_a_run_without_checkpoints_may_hold_anything() -> None:

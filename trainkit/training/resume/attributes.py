@@ -26,7 +26,7 @@ from trainkit.basics.outside import Outside, functions_of, is_users
 from trainkit.basics.rng import is_generator, new_like, set_state
 from trainkit.basics.torch_internals import buffers_of, is_saved, parameters_of
 from trainkit.checkpoint.forms import Unfit, check_form
-from trainkit.checkpoint.resharding.sharding_spec import local_part
+from trainkit.checkpoint.resharding.sharding_spec import is_sharded, local_part
 from trainkit.checkpoint.training_state import applying
 from trainkit.data import PreparedLoader
 from trainkit.data.own_generators import generators_in
@@ -270,6 +270,13 @@ class Attributes:
                 "with a `state_dict` that draws from it."
             )
         inner = value if issubclass(kind, list | tuple) else (value,)
+        inner = value.values() if issubclass(kind, dict) else inner
+        if any(map(self._is_shard_of_its_own, inner)):
+            why = (
+                "holds a tensor that is sharded, which a checkpoint has of the model and its "
+                "optimizers alone: a resume begins with what is given to it. Register an object "
+                "whose `state_dict` gives it (`trainer.register_for_checkpointing`)."
+            )
         if any(map(is_large_of_graph, inner)):
             why = (
                 "is large and of a graph, and is not saved: a resume begins with what is given to "
@@ -278,6 +285,14 @@ class Attributes:
         if why and name not in self._told:
             self._told.add(name)
             self._say(f"trainkit: `{name}` {why}")
+
+    def _is_shard_of_its_own(self, value: Any) -> bool:
+        """Return whether a value is sharded as those of the model are, and is none of these."""
+        if not issubclass(type(value), Tensor) or isinstance(value, nn.Parameter):
+            return False
+        return (
+            is_sharded(value) and local_part(value).untyped_storage().data_ptr() not in self._memory
+        )
 
     def _source_of(self, value: Any, place: str) -> str | None:
         """Return which module of the model one is like that was made on the way, as an average."""
@@ -293,6 +308,7 @@ class Attributes:
         held = (*self._model.parameters(), *self._model.buffers())
         parts = map(local_part, held)
         memory = {each.untyped_storage().data_ptr() for each in parts if is_dense(each)}
+        self._memory = memory
         apart = dict(self._apart(modules))
         objects = {id(o): (n, o) for n, o in apart.items() if not isinstance(o, nn.Module)}
         self._names, self._apart_now = self._names or objects, {*apart}
