@@ -465,7 +465,7 @@ REFUSES: dict[str, tuple[str, Demo]] = {
     "prepare_pippy": ("load_checkpoint", lambda job: job.lib.prepare_pippy(nn.Linear(1, 1))),
     "utils.FP8RecipeKwargs": ("torchao", lambda job: job.utils.FP8RecipeKwargs(backend="te")),
     "utils.ParallelismConfig": (
-        "model_parallel",
+        "ModelParallel",
         lambda job: job.accelerator(parallelism_config=job.utils.ParallelismConfig(tp_size=2))),
     "utils.transformer_engine.convert_model": (
         "torchao", lambda job: job.utils.transformer_engine.convert_model(nn.Linear(1, 1))),

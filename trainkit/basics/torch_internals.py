@@ -278,7 +278,7 @@ def sharded_groups(model: nn.Module) -> Iterator[tuple[Any, dict[nn.Parameter, A
 def has_unreduced_shards(model: nn.Module) -> bool:
     """Return whether `fully_shard` holds gradients that wait for their reduction."""
     shards = [shard for _, held in sharded_groups(model) for shard in held.values()]
-    whole = [getattr(shard, "_unsharded_param", shard) for shard in shards]  # after a forward
+    whole = [getattr(shard, "unsharded_param", shard) for shard in shards]  # after a forward
     waiting = [getattr(each, "grad", None) for each in whole]
     waiting += [shard.unsharded_accumulated_grad for shard in shards]
     return any(each is not None for each in waiting)
