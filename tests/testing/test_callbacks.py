@@ -112,17 +112,14 @@ class Nudges(Callback):
 
 
 class Forgets(Callback):
-    """Stops after 9 steps, but counts them in no state."""
-
-    def __init__(self) -> None:
-        self.steps = 0
+    """Stops after 9 steps, but counts them in a list, which is no state."""
 
     def on_fit_start(self, run: Run) -> None:
-        self.steps = 0
+        self.steps: list[int] = []
 
     def on_step_end(self, run: Run, result: StepResult) -> None:
-        self.steps += 1
-        if self.steps == 9:
+        self.steps.append(run.state.step)
+        if len(self.steps) == 9:
             run.request_stop("nine steps", agreed=True)
 
 
