@@ -259,3 +259,23 @@ def test_what_a_callback_holds_comes_back_but_for_its_records(wrap: Any, tmp_pat
     assert (steers.count, steers.latest) == (STEPS, whole.latest)
     assert steers.seen == [*range(CUT + 1, STEPS + 1)]
     assert len(steers.norms) == STEPS - CUT
+
+
+class Calls(Callback):
+    """Has an attribute of the name under which `MainProcess` holds a callback."""
+
+    def __init__(self, callback: Any) -> None:
+        self.callback, self.count = callback, 0
+
+    def on_step_end(self, run: Run, result: StepResult) -> None:
+        self.count += 1
+        self.callback(self.count)
+
+
+def test_a_callback_may_call_anything_callback(tmp_path: Path) -> None:
+    seen: list[int] = []
+    for stop in (CUT, STEPS):
+        callbacks = [Checkpoint(every_n_steps=CUT), Calls(seen.append), StopsAt(stop)]
+        trainer = Trainer(max_steps=STEPS, output_dir=tmp_path, callbacks=callbacks)
+        fit(trainer, DataLoader(toy_dataset(), 4), nn.Linear(FEATURES, 2), resume="auto")
+    assert seen == [*range(1, STEPS + 1)]

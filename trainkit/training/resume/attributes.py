@@ -114,9 +114,10 @@ class Attributes:
     def watch(self, callbacks: Iterable[Any]) -> None:
         """Look after callbacks of a user's classes, too, that have no state of their own."""
         for each in callbacks:
-            found = getattr(each, "callback", each)  # of `MainProcess`
-            saves = getattr(found.state_dict, "__func__", None)
-            if is_users(type(found)) and saves is not None and not is_users(saves):
+            # A `MainProcess` stands for the one inside.
+            found: Any = each if is_users(type(each)) else getattr(each, "callback", None)
+            saves = getattr(getattr(found, "state_dict", None), "__func__", None)
+            if saves is not None and is_users(type(found)) and not is_users(saves):
                 name = f"{_CALLBACK}{found.name}]"
                 inner = found.named_modules(prefix=name) if isinstance(found, nn.Module) else ()
                 self._others = {**self._others, name: found, **dict(inner)}
