@@ -353,7 +353,7 @@ def test_strangers_take_few_descriptors() -> None:
         for one in callers:
             one.close()
         found: list[connections.Links | None] = []
-        reach = partial(connections.reach_server, address, 1, 2, one_machine=True)
+        reach = partial(connections.reach_server, address, 1, 2)
         caller = threading.Thread(target=lambda: found.append(reach()))
         caller.start()
         while caller.is_alive():

@@ -78,7 +78,7 @@ def _links(size: int) -> Iterator[tuple[Links, Address, list[Links]]]:
 
     def connect() -> None:
         for rank in range(1, size):
-            client = reach_server(address, rank, size, one_machine=True)
+            client = reach_server(address, rank, size)
             assert client is not None
             clients.append(client)
 
@@ -87,9 +87,7 @@ def _links(size: int) -> Iterator[tuple[Links, Address, list[Links]]]:
     while thread.is_alive():
         server.poll(0.01)
     try:
-        with pytest.MonkeyPatch.context() as patch:  # both ends are in this process, which lives
-            patch.setattr(Member, "lives", lambda _: False)
-            yield server, address, clients
+        yield server, address, clients
     finally:
         for links in (server, *clients):
             links.close()
@@ -194,9 +192,7 @@ def test_a_process_has_one_connection(monkeypatch: pytest.MonkeyPatch) -> None:
         found: list[Any] = []
         another = replace(Member.this(), pid=1)
         monkeypatch.setattr(Member, "this", lambda: another)
-        thread = threading.Thread(
-            target=lambda: found.append(reach_server(address, 1, 3, one_machine=True))
-        )
+        thread = threading.Thread(target=lambda: found.append(reach_server(address, 1, 3)))
         thread.start()
         while thread.is_alive():
             server.poll(0.01)

@@ -66,7 +66,7 @@ class Link:
 
     Attributes:
         names: The host name of each machine, as far as it is known.
-        present: Those that are connected, or may connect again: machine 0, and on that the others.
+        present: Those that are connected: machine 0, and on that the others.
         end: Why the job ends.
         cards: What each machine has said of itself, when all have come.
         fault: What keeps them apart, empty where they go on; None as long as that is not known.
@@ -226,7 +226,7 @@ class Link:
             if line.silent > _UNREACHABLE_SECONDS and machine not in self._lost:
                 self._lose(machine, _SILENT)
         with self._changed:
-            self.present = {n % _MOST_MACHINES for n in (*lines, *links.away)} - self._lost
+            self.present = {number % _MOST_MACHINES for number in lines} - self._lost
             self._changed.notify_all()
 
     def _take(self, number: int, message: dict[str, Any]) -> None:
@@ -291,7 +291,7 @@ class Link:
 def open_link(size: int, listening: socket.socket) -> Link:
     """Return the link of machine 0, which the others come to."""
     port = int(listening.getsockname()[1])
-    return Link(0, size, Links(0, _MOST_NUMBERS, Address("", port, _WORD), [listening]))
+    return Link(0, size, Links(0, _MOST_NUMBERS, Address("", port, _WORD), listening))
 
 
 def reach_link(machine: int, size: int, host: str, port: int) -> Link | None:

@@ -1,10 +1,8 @@
 """Connections between the processes of a job, over which they hear of each other's end at once.
 
-They are a tree. Where all are on one machine, each has one connection to process 0. On every
-further machine the first process that comes has it, and the others there have one to that process.
-The kernel closes the connection of a process that ends, however it ends, so nobody has to ask
-whether it lives. A store of torch would need more: it tells nobody of an end, and who asks one
-whose process is stopped waits for ever.
+Each has one to process 0, which passes on what it hears. The kernel closes the connection of a
+process that ends, however it ends, so nobody has to ask whether it lives. A store of torch would
+need more: it tells nobody of an end, and who asks one whose process is stopped waits for ever.
 """
 
 import errno
@@ -13,18 +11,15 @@ import os
 import secrets
 import selectors
 import socket
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from hashlib import blake2b
 from typing import Any, TypeAlias
 from weakref import WeakSet
 
 from trainkit.basics.systems import after_fork
 from trainkit.watch import timing
-from trainkit.watch.exit import say
 from trainkit.watch.listening import ADDRESS_VARIABLE, PORTS_VARIABLE, listen, ports
 from trainkit.watch.member import Member
 
@@ -71,9 +66,8 @@ class Line:
         self.rank: int | None = None  # of the other end, once it has said so
         self.member: Member | None = None  # the process at the other end
         self.has_ended = False  # it said so, or that it failed: its end is no news
-        self.since = time.monotonic()  # when it began, or was lost
+        self.since = time.monotonic()
         self.silent = 0.0  # seconds in which this process listened, and heard nothing
-        self.heard_at = self.since
         self.is_unreachable = False  # the network, or the machine at the other end, is gone
         self.used = 0.0  # seconds of a processor, by the other end when it was looked at
         self._read = b""
@@ -101,7 +95,7 @@ class Line:
             self.is_unreachable |= error.errno in _NO_WAY
             return None
         if data:
-            self.silent, self.heard_at = 0.0, time.monotonic()
+            self.silent = 0.0
         *lines, self._read = (self._read + data).split(b"\n")
         largest = _LARGEST if self.trusted else _LARGEST_OF_STRANGERS
         if not data or max(map(len, [*lines, self._read])) > largest:
@@ -113,35 +107,24 @@ class Line:
         sound = all(isinstance(m, dict) and isinstance(m.get("kind"), str) for m in messages)
         return messages if sound else None
 
-    def is_lost(self) -> bool:
-        """Return whether the process behind a line that is over, since `since`, is lost, too.
-
-        The kernel knows it of this machine; on another one the process has time to come again.
-        """
-        if self.member is not None and self.member.is_here():
-            return not self.member.lives()
-        return time.monotonic() - self.since > timing.RETURN
-
 
 class Links:
     """The connections of this process; one thread alone calls its methods, but for `wake`.
 
     Args:
         address: Of process 0.
-        listening: Where others connect to this process; owned from now on.
+        listening: Where others connect to process 0, if this is it; owned from now on.
 
     Attributes:
-        parent: To process 0, or to who passes on what it says.
-        children: Of those that have connected to this process.
-        away: Whose connection broke, and who may come again.
+        parent: To process 0.
+        children: On process 0, to the others.
     """
 
     def __init__(
-        self, rank: int, size: int, address: Address, listening: Sequence[socket.socket] = ()
+        self, rank: int, size: int, address: Address, listening: socket.socket | None = None
     ) -> None:
         self.parent: Line | None = None
         self.children: dict[int, Line] = {}
-        self.away: dict[int, Line] = {}
         self._rank = rank
         self._size = size
         self._address = address
@@ -152,10 +135,10 @@ class Links:
         self._unsaid = 0.0  # seconds since the last sign of life
         self._selector = selectors.DefaultSelector()
         self._waking, self._woken = socket.socketpair()
-        for one in (*listening, self._woken):
-            self._selector.register(one, selectors.EVENT_READ, one)
-        for one in (*listening, self._woken, self._waking):
+        for one in (self._woken, *([] if listening is None else [listening])):
             one.setblocking(False)
+            self._selector.register(one, selectors.EVENT_READ, one)
+        self._waking.setblocking(False)
         _open.add(self)
 
     @property
@@ -171,7 +154,7 @@ class Links:
     def poll(self, seconds: float) -> list[tuple[int, Message]]:
         """Wait for messages, at most `seconds`; return them with the process they come from."""
         heard = self._look()
-        if heard or self._strangers or self.away:
+        if heard or self._strangers:
             seconds = min(seconds, 0.0 if heard else 0.2)
         for key, _ in self._selector.select(seconds):
             if key.fileobj is self._woken:
@@ -187,10 +170,11 @@ class Links:
         """Tell every other process, or process 0."""
         self._route({**message, "from": self._rank}, None)
 
-    def reach(self, address: Any, seconds: float = timing.CONNECT) -> bool:
-        """Connect to the parent at an address; return whether it answers."""
+    def reach_root(self) -> bool:
+        """Connect to process 0; return whether it answers."""
+        place = self._address.host, self._address.port
         with suppress(OSError):
-            line = Line(_connect(address, seconds), trusted=True)
+            line = Line(socket.create_connection(place, timing.CONNECT), trusted=True)
             hello = {"kind": "hello", "token": self._address.token, "rank": self._rank}
             line.send({**hello, "who": Member.this().as_list()})
             line.connection.settimeout(timing.CONNECT)
@@ -203,10 +187,6 @@ class Links:
                 return True
             line.connection.close()
         return False
-
-    def reach_root(self, seconds: float = timing.CONNECT) -> bool:
-        """Connect to process 0; return whether it answers."""
-        return self.reach((self._address.host, self._address.port), seconds)
 
     def know(self, token: str) -> None:
         """Let in, from now on, who knows another word than before."""
@@ -222,13 +202,6 @@ class Links:
         listening.setblocking(False)
         self._selector.register(listening, selectors.EVENT_READ, listening)
 
-    def leave_parent(self) -> bool:
-        """Connect to process 0 in place of a parent that is frozen; return whether it answers."""
-        assert self.parent is not None
-        self._drop(self.parent)
-        self.parent = None
-        return self.reach_root()
-
     def close(self) -> None:
         """Close all connections; also in a fork, which must not keep them open."""
         if self in _open:
@@ -240,7 +213,7 @@ class Links:
             self._selector.close()
 
     def _look(self) -> list[tuple[int, Message]]:
-        """Do what is time for; return what was heard early, and of lost processes."""
+        """Do what is time for; return what was heard early."""
         now = time.monotonic()
         passed = min(now - self._polled, timing.LONGEST_PAUSE)
         self._polled = now
@@ -254,10 +227,6 @@ class Links:
             self._strangers.remove(line)
             self._drop(line)
         heard, self._early = self._early, []
-        for rank, line in [*self.away.items()]:
-            if line.is_lost():
-                del self.away[rank]
-                heard += self._take(line, [self._gone(line)])
         return heard
 
     def _accept(self, listening: socket.socket) -> None:
@@ -284,7 +253,7 @@ class Links:
             if messages is None or not self._admit(line, messages.pop(0)):
                 self._drop(line)
                 return []
-        return self._take(line, self._lose(line) if messages is None else messages)
+        return self._take(line, [self._lose(line)] if messages is None else messages)
 
     def _take(self, line: Line, messages: list[Message]) -> list[tuple[int, Message]]:
         """Pass on what was said over a line; return it."""
@@ -298,32 +267,16 @@ class Links:
                 heard.append((int(origin), message))
         return heard
 
-    def _lose(self, line: Line) -> list[Message]:
-        """Forget a line that is over; return what that means."""
+    def _lose(self, line: Line) -> Message:
+        """Forget a line that is over; return what this process says of that."""
         self._drop(line)
-        line.since = time.monotonic()
-        if line is not self.parent:
-            del self.children[line.rank or 0]
-            if line.has_ended or line.is_lost():
-                return [self._gone(line)]
-            self.away[line.rank or 0] = line
-            return []
-        self.parent = None
-        if line.has_ended:  # who passed on what process 0 says has, but process 0 may have not
-            returned = line.rank and self.reach_root()
+        if line is self.parent:
+            self.parent = None
         else:
-            returned = not line.is_lost() and self.reach_root(timing.RETURN)
-            if returned:
-                who = f"process {line.rank} ({line.member})"
-                say(f"trainkit: the watch lost its connection to {who}, and has connected again.")
-        return [] if returned else [self._gone(line)]
-
-    def _gone(self, line: Line) -> Message:
-        """Return what this process says of one whose line is over for good."""
-        assert line.member is not None
+            del self.children[line.rank or 0]
         gone: Message = {"kind": GONE, "from": line.rank, "who": str(line.member)}
-        gone |= {"place": line.member.place()}
-        gone |= {"unreachable": line.is_unreachable * round(line.silent)}
+        gone["place"] = "" if line.member is None else line.member.place()
+        gone["unreachable"] = line.is_unreachable * round(line.silent)
         return {**gone, "to": self._rank} if line.has_ended else gone
 
     def _admit(self, line: Line, hello: Message) -> bool:
@@ -333,12 +286,8 @@ class Links:
         if not known or not isinstance(rank, int) or not 0 < rank < self._size:
             return False
         member = Member.parse(hello.get("who"))
-        before = self.children.get(rank) or self.away.get(rank)
-        if rank == self._rank or member is None or (before and before.member != member):
+        if member is None or rank in self.children:
             return False
-        if before:  # it has come again, perhaps before this end has heard that it was away
-            self._drop(before)
-            self.away.pop(rank, None)
         line.rank, line.member, line.trusted = rank, member, True
         self.children[rank] = line
         line.send({"kind": "welcome", "from": self._rank, "who": Member.this().as_list()})
@@ -358,10 +307,8 @@ class Links:
             if news in self._told:
                 return
             self._told.add(news)
-        # That this process ends is for its neighbours, too: the end of its lines is no news then.
-        up = "to" in message and not (source is None and message["kind"] == "done")
-        for line in [self.parent] if up else self.lines:
-            if line is not None and line is not source:
+        for line in self.lines:
+            if line is not source:
                 line.send(message)
 
 
@@ -372,73 +319,25 @@ def open_server(size: int, *, one_machine: bool) -> tuple[Links, Address]:
         OSError: There is no port.
     """
     host = "127.0.0.1" if one_machine else os.environ.get(ADDRESS_VARIABLE, "")
-    listening = [listen(host, ports(os.environ.get(PORTS_VARIABLE)), size + _MOST_STRANGERS)]
-    port = listening[0].getsockname()[1]
+    allowed = ports(os.environ.get(PORTS_VARIABLE))
+    listening = listen(host, allowed, size + _MOST_STRANGERS)
     # By which the others have found it already.
     name = host or os.environ.get("MASTER_ADDR") or socket.gethostname()
-    address = Address(name, port, secrets.token_hex(16))
-    if not one_machine:
-        listening += _listen_here(_local_name(address), size)
+    address = Address(name, listening.getsockname()[1], secrets.token_hex(16))
     return Links(0, size, address, listening), address
 
 
-def reach_server(address: Address, rank: int, size: int, *, one_machine: bool) -> Links | None:
+def reach_server(address: Address, rank: int, size: int) -> Links | None:
     """Return the connections of another process; None where process 0 cannot be reached.
-
-    On another machine than process 0 the first that calls this serves the others there.
 
     Raises:
         OSError: There is no descriptor left.
     """
-    name = _local_name(address)
-    listening = [] if one_machine else _listen_here(name, size)
-    links = Links(rank, size, address, listening)
-    is_alone = one_machine or listening or not _HAS_LOCAL_NAMES
-    if links.reach_root() if is_alone else links.reach(name):
+    links = Links(rank, size, address)
+    if links.reach_root():
         return links
     links.close()
     return None
-
-
-_HAS_LOCAL_NAMES = sys.platform == "linux"
-
-
-def _local_name(address: Address) -> bytes:
-    """Return the name of a socket that only processes of this machine and job know."""
-    known = f"{address.token} {Member.this().machine}"
-    return b"\0trainkit-" + blake2b(known.encode(), digest_size=16).hexdigest().encode()
-
-
-def _listen_here(name: bytes, size: int) -> list[socket.socket]:
-    """Listen for processes of this machine, if no other one does so already."""
-    if not _HAS_LOCAL_NAMES:
-        return []
-    listening = socket.socket(socket.AF_UNIX)
-    try:
-        listening.bind(name)
-        listening.listen(size)
-    except OSError:  # it is bound already
-        listening.close()
-        return []
-    return [listening]
-
-
-def _connect(address: Any, seconds: float) -> socket.socket:
-    """Return a connection to a host and port, or to a name of this machine."""
-    if not isinstance(address, bytes):
-        return socket.create_connection(address, timeout=seconds)
-    end = time.monotonic() + seconds
-    while True:
-        connection = socket.socket(socket.AF_UNIX)
-        try:
-            connection.connect(address)
-        except ConnectionRefusedError:  # bound, and about to listen
-            connection.close()
-            if time.monotonic() > end:
-                raise
-            time.sleep(0.01)
-        else:
-            return connection
 
 
 _open: WeakSet[Links] = WeakSet()

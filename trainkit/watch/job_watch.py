@@ -47,15 +47,15 @@ def start_watch(processes: Processes) -> "JobWatch | None":
     if told is None:
         return None
     if not processes.is_main:
-        watch = _reach(processes, Address(*told), one_machine=one_machine)
+        watch = _reach(processes, Address(*told))
     processes.barrier()  # process 0 must not end before all have come
     return watch
 
 
-def _reach(processes: Processes, address: Address, *, one_machine: bool) -> "JobWatch | None":
+def _reach(processes: Processes, address: Address) -> "JobWatch | None":
     rank, why = processes.rank, ""
     try:
-        links = reach_server(address, rank, processes.size, one_machine=one_machine)
+        links = reach_server(address, rank, processes.size)
         if links is not None:
             return JobWatch(processes, links)
     except OSError as error:

@@ -9,8 +9,6 @@ from typing import Any
 
 from typing_extensions import override
 
-_EXITING = 4  # the kernel's flag of a process that has begun to end: PF_EXITING
-
 
 @dataclass(frozen=True, slots=True)
 class Member:
@@ -63,10 +61,8 @@ class Member:
         return self.machine == Member.this().machine
 
     def lives(self) -> bool:
-        """Return whether this process of the own machine has not begun to end; not if unknown."""
-        stat = stat_of(self.pid)
-        same = len(stat) > 19 and stat[19] == self.started
-        return same and stat[0] not in "ZX" and not int(stat[6]) & _EXITING
+        """Return whether this process of the own machine has not ended; not if unknown."""
+        return started_at(self.pid) == self.started and stat_of(self.pid)[:1] != ["Z"]
 
     def used(self) -> float:
         """Return for how many seconds this process of the own machine has used a processor."""

@@ -275,5 +275,5 @@ def _lost(rank: int, gone: Message) -> _Cause:
     if seconds:
         text = f"{place} unreachable for {seconds} s: machine, network or power"
         return _Cause(rank, "unreachable", f"{text} (process {rank}, {who})")
-    text = "ended without a word: killed by a signal, crashed, or left by `os._exit`"
+    text = "ended without a word: killed by a signal, crashed, left by `os._exit`, or cut off"
     return _Cause(rank, "lost", f"process {rank} ({who}) {text}")

@@ -3,7 +3,6 @@
 Process 0 asks all where they are, and judges; where it says nothing itself, the next one does.
 """
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -45,8 +44,6 @@ class Inquiry:
         self._this = this
         self._began: float | None = None
         self._heard = 0.0  # when anybody last said something
-        self._silent: dict[int, str] = {}  # who is frozen, as those say that it serves
-        self._left: list[Line] = []  # to who passed on what process 0 says, and is frozen
 
     @property
     def is_open(self) -> bool:
@@ -66,12 +63,8 @@ class Inquiry:
                 self.begin(now)
             case "state?" if self._began is None:
                 self._join(now)
-                if self._this.links.parent is not None:  # which has just spoken
-                    self._this.links.parent.heard_at = now
             case "state":
                 self.states[rank] = message
-            case "silent":
-                self._silent[int(message["rank"])] = str(message["why"])
             case "verdict":
                 told = message["text"], message["process"], tuple(message["frozen"])
                 self.verdict = Verdict(*told)
@@ -81,56 +74,33 @@ class Inquiry:
 
     def look(self, now: float) -> None:
         """Come to the verdict, if it is time."""
-        this, quiet = self._this, now - self._heard
+        this, links, quiet = self._this, self._this.links, now - self._heard
         if self._began is None or self.verdict is not None:
             return
-        for rank, line in this.links.children.items():
-            known = rank in self.states or rank in self._silent or line.has_ended
-            if not known and _is_silent(line, self._began, quiet):
-                self._silent[rank] = why = _silence(line)
-                this.send({"kind": "silent", "to": 0, "rank": rank, "why": why})
-        if this.rank:
-            if this.links.parent is not None and _is_silent(this.links.parent, self._began, quiet):
-                self._do_without(this.links.parent, now)
-            return
-        unknown = {*range(this.size)} - self.states.keys() - this.ended.keys()
-        silent = {rank: why for rank, why in self._silent.items() if rank in unknown}
-        if silent.keys() == unknown or quiet > timing.LOST:
-            self._decide(judge(self.states, dict.fromkeys(unknown, "does not answer") | silent))
+        if links.parent is not None:
+            # The first of the others tells why and ends it: who found it earlier would leave the
+            # others with a process that was killed, for no reason that they know.
+            is_mine = this.is_first_without((0,)) or now - self._began > timing.LOST
+            if is_mine and _is_silent(links.parent, quiet):
+                self._decide(judge(self.states, {0: _silence(links.parent)}))
+        elif this.rank == 0:
+            unknown = {*range(this.size)} - self.states.keys() - this.ended.keys()
+            known = {rank: links.children[rank] for rank in unknown & links.children.keys()}
+            silent = {rank: _silence(e) for rank, e in known.items() if _is_silent(e, quiet)}
+            if silent.keys() == unknown or quiet > timing.LOST:
+                self._decide(judge(self.states, dict.fromkeys(unknown, "does not answer") | silent))
 
     def frozen(self) -> list[Member]:
         """Return the neighbours of this process that cannot end by themselves."""
         blamed = () if self.verdict is None else self.verdict.frozen
-        lines = [*self._this.links.lines, *self._left]
-        members = (line.member for line in lines if line.rank in blamed)
+        members = (line.member for line in self._this.links.lines if line.rank in blamed)
         return [member for member in members if member and member.is_here()]
 
     def _join(self, now: float) -> None:
         """Say where this process is; from now on there is a verdict to wait for."""
         self._began = self._heard = now
-        for line in self._this.links.lines:
-            line.used = line.member.used() if line.member and line.member.is_here() else 0.0
         self.states[self._this.rank] = self._this.place()
         self._this.send({**self.states[self._this.rank], "kind": "state", "to": 0})
-
-    def _do_without(self, parent: Line, now: float) -> None:
-        """Tell process 0 that who passes on what it says is frozen; if that is itself, judge."""
-        assert parent.rank is not None
-        why = _silence(parent)
-        if parent.rank and self._this.links.leave_parent():
-            self._left.append(parent)
-            self._heard = now
-            self._this.send({"kind": "stalled", "to": 0})
-            self._this.send({**self.states[self._this.rank], "kind": "state", "to": 0})
-            self._this.send({"kind": "silent", "to": 0, "rank": parent.rank, "why": why})
-        # The first of the others tells why and ends it: who found it earlier would leave the others
-        # with a process that was killed, for no reason that they know.
-        elif (
-            parent.rank
-            or self._this.is_first_without((parent.rank,))
-            or now - (self._began or now) > timing.LOST
-        ):
-            self._decide(judge(self.states, {parent.rank: why}))
 
     def _decide(self, verdict: Verdict) -> None:
         self.verdict = verdict
@@ -251,22 +221,17 @@ def is_frozen(line: Line) -> bool:
     return line.silent > timing.SILENT
 
 
-def _is_silent(line: Line, began: float, quiet: float) -> bool:
+def _is_silent(line: Line, quiet: float) -> bool:
     """Return whether a neighbour does not answer, and could if it lived.
 
-    One that the kernel has not stopped may only be starved by a busy machine: then it has used
-    little of a processor since it was asked, and others are late as well.
+    One that the kernel has not stopped may only be starved by a busy machine: then others are late
+    as well.
 
     Args:
-        began: When it was asked.
         quiet: For how long nobody has answered.
     """
-    asked = time.monotonic() - began
-    if line.member is not None and line.member.is_here() and asked > timing.SURE:
-        if line.member.is_stopped():
-            return line.silent > timing.SURE
-        if line.heard_at < began and line.member.used() - line.used >= timing.OWN:
-            return True
+    if line.member is not None and line.member.is_here() and line.member.is_stopped():
+        return line.silent > timing.SURE
     return min(line.silent, quiet) > timing.ANSWER
 
 
