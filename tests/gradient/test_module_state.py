@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.ao.quantization import PerChannelMinMaxObserver
 from torch.optim import SGD
+from torch.optim.lr_scheduler import ExponentialLR, StepLR
 from torch.utils.data import DataLoader
 from torchmetrics import CatMetric
 
@@ -258,7 +259,7 @@ class Unfreeze(Callback):
             run.optimizer.add_param_group({"params": [late], "lr": 0.5})
 
 
-def fit_late(rank: int, folder: Path, steps: int, resume: str | None) -> Any:
+def fit_late(rank: int, folder: Path, steps: int, resume: str | None, schedule: Any = None) -> Any:
     torch.manual_seed(1)
     model = Late()
     trainer = Trainer(
@@ -268,6 +269,7 @@ def fit_late(rank: int, folder: Path, steps: int, resume: str | None) -> Any:
         model,
         (DataLoader(toy_dataset(), 4), DataLoader(toy_dataset(), 4)),
         optimizer=lambda _: SGD([model.weight, model.bias], lr=0.1, momentum=0.9),
+        lr_scheduler=schedule,
         loss_fn=nn.CrossEntropyLoss(),
         resume=resume,
         schedule="keep" if resume else None,
@@ -280,6 +282,18 @@ def test_what_a_run_adds_to_the_model_and_the_optimizer_comes_back(tmp_path: Pat
     fit_late(0, tmp_path / "run", 4, None)
     assert fit_late(0, tmp_path / "run", 6, "must") == whole
     assert [0.0, 0.0] not in whole
+
+
+@pytest.mark.parametrize("stop", [2, 4])
+@pytest.mark.parametrize(
+    "schedule", [partial(ExponentialLR, gamma=0.9), partial(StepLR, step_size=2)]
+)
+def test_a_group_that_a_run_adds_comes_back_beside_a_schedule(
+    schedule: Any, stop: int, tmp_path: Path
+) -> None:
+    whole = fit_late(0, tmp_path / "whole", 6, None, schedule)
+    fit_late(0, tmp_path / "run", stop, None, schedule)
+    assert fit_late(0, tmp_path / "run", 6, "must", schedule) == whole
 
 
 def test_a_buffer_that_was_made_in_a_loop_of_ones_own_comes_back(tmp_path: Path) -> None:

@@ -217,10 +217,11 @@ SCALE = {
 """The scale of losses under fp16."""
 
 
-def check_schedule(saved: Any, scheduler: Any, *, strict: bool) -> None:
+def check_schedule(saved: Any, scheduler: Any, *, groups: int, strict: bool) -> None:
     """Check the state of a scheduler of torch or trainkit; others know their own.
 
     Args:
+        groups: How many the optimizer had, some of which the run may have added.
         strict: Whether the same version of torch wrote it, which knows the same keys.
     """
     if not type(scheduler).__module__.startswith(("torch.", "trainkit.")):
@@ -233,7 +234,9 @@ def check_schedule(saved: Any, scheduler: Any, *, strict: bool) -> None:
             raise Unfit("is no state, but a method of the scheduler", key)
     for key in ("base_lrs", "_last_lr"):
         if key in saved and isinstance(present.get(key), list):
-            check_form(saved[key], (_rate,) * len(present[key]), key)
+            check_form(saved[key], [_rate], key)
+            if not len(present[key]) <= len(saved[key]) <= groups:
+                raise Unfit(f"has {len(saved[key])} values for {groups} groups", key)
 
 
 def _loosely(key: str, present: Any) -> Any:

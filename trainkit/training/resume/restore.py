@@ -230,8 +230,8 @@ def _check_plugins(run: Run, checkpoint: Checkpoint, state: RunState) -> None:
     if (saved is None) != (told["scheduler"] is None):
         raise Unfit(f"must be that of {told['scheduler']}", "lr_scheduler")
     if scheduler is not None and scheduler.kind == told["scheduler"]:
-        strict = same_torch(checkpoint)
-        form = partial(check_schedule, scheduler=scheduler.scheduler, strict=strict)
+        groups, strict = len(told["optimizer groups"]), same_torch(checkpoint)
+        form = partial(check_schedule, scheduler=scheduler.scheduler, groups=groups, strict=strict)
         check_form(saved, form, "lr_scheduler")
     scale: Any = Any if run.precision.state_dict() else Only()
     if isinstance(run.precision, FP16) and told["precision"] == "fp16":

@@ -131,6 +131,9 @@ def _is_known(scheduler: Any) -> bool:
 def _rates(scheduler: Any, count: int) -> dict[int, list[float]]:
     """Return the rates of all groups after so many advances, wherever they are highest too."""
     twin = _twin(scheduler, settings_of(scheduler.optimizer))
+    # It knows nothing of groups that the run has added to its optimizer.
+    first = (parts_of_schedule(scheduler)[0] or [scheduler])[0]
+    del twin.optimizer.param_groups[len(first.base_lrs) :]
     width = max(1, count // 1000)  # so many are looked at
     steps, rates = [*range(0, count, width), count - 1], {}
     with warnings.catch_warnings():
