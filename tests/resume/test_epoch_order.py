@@ -280,3 +280,83 @@ def test_the_digest_of_a_long_epoch_costs_next_to_nothing() -> None:
     assert digest != digest_of(order.flip(0))
     assert digest_of([object()]) is None
     assert digest_of([("a", 1)]) == digest_of([("a", 1)]) != digest_of([("a", 2)])
+
+
+class Mining(Sampler[int]):
+    """Draws what was hard more often, by a tensor or list of its own, or a tensor of the data."""
+
+    def __init__(self, how: str, data: Any) -> None:
+        self.how, self.data = how, data
+        self.weights = torch.ones(SAMPLES)
+        self.levels = [1.0] * SAMPLES
+        self.level, self.passes = 1.0, 0
+
+    def change(self, step: int) -> None:
+        {"tensor": self.weights, "list": self.levels, "data": self.data.table}[self.how][step] += 9
+
+    def __iter__(self) -> Iterator[int]:
+        self.passes += 1
+        if self.how == "passes":  # counts them itself, without `set_epoch`
+            yield from torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(self.passes))
+            return
+        if self.how == "number":
+            yield from (torch.arange(SAMPLES) * int(self.level) % SAMPLES).tolist()
+            return
+        weights = {"tensor": self.weights, "list": self.levels, "data": self.data.table}[self.how]
+        drawn = torch.multinomial(torch.as_tensor(weights), SAMPLES, replacement=True)
+        yield from drawn.tolist()
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+
+class Mines(Callback):
+    """Changes the sampler in each step, or at the end of each epoch."""
+
+    def __init__(self, sampler: Mining) -> None:
+        self.sampler = sampler
+
+    def on_step_end(self, run: Run, result: Any) -> None:
+        if self.sampler.how in ("tensor", "list", "data"):
+            self.sampler.change(run.state.step)
+
+    def on_epoch_end(self, run: Run) -> None:
+        self.sampler.level += 4
+
+
+def mine(how: str, folder: Path, stops: tuple[int, ...] = ()) -> list[int]:
+    """Train for three epochs of six steps, killed in some of them; return what was read."""
+    seen: list[int] = []
+    for stop in (*stops, None):
+        data: Any = Places()
+        data.table = torch.ones(SAMPLES)
+        sampler = Mining(how, data)
+        trainer = Trainer(
+            max_epochs=3,
+            output_dir=folder,
+            callbacks=[Mines(sampler), Checkpoint(every_n_steps=1), Stop(stop)],
+        )
+        with suppress(KeyboardInterrupt):
+            fit_toys(trainer, DataLoader(data, 4, sampler=sampler), resume="auto")
+        # A checkpoint of each step but the one in which it was stopped.
+        seen += data.seen if stop is None else data.seen[: 4 * (stop - 1) - len(seen)]
+    return seen
+
+
+@pytest.mark.parametrize("how", ["tensor", "list", "data", "number", "passes"])
+def test_a_sampler_that_training_changes_goes_on_as_it_was(how: str, tmp_path: Path) -> None:
+    whole = mine(how, tmp_path / "whole")
+    assert len({tuple(whole[at : at + SAMPLES]) for at in range(0, 3 * SAMPLES, SAMPLES)}) == 3
+    for stops in ((3,), (7,), (9,), (9, 11), (13,), (3, 9, 15, 17)):
+        folder = tmp_path / repr(stops)
+        assert mine(how, folder, stops) == whole, stops
+
+
+def test_weights_that_change_inside_an_epoch_are_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine("tensor", tmp_path / "a")
+    told = "the weights of the sampler `Mining` changed inside of an epoch"
+    assert capsys.readouterr().out.count(told) == 1
+    mine("number", tmp_path / "b")
+    assert told not in capsys.readouterr().out

@@ -41,7 +41,7 @@ def divide(batch_size: int, size: int) -> int:
 
 def set_epoch_on(objects: Sequence[Any], epoch: int) -> None:
     """Call `set_epoch(epoch)` on each of `objects` that has it, each once."""
-    for each in {id(one): one for one in objects}.values():
+    for each in dict(zip(map(id, objects), objects, strict=True)).values():
         if callable(getattr(each, "set_epoch", None)):
             each.set_epoch(epoch)
 

@@ -147,6 +147,7 @@ def end_epoch(run: Run, callbacks: CallbackList) -> None:
     """Count the epoch, then serve what its last step and its end ask for, once."""
     state = run.state
     phases.follow_plan(run)
+    run.internals.attributes.end_pass()
     if run.lr_schedule is not None:
         run.lr_schedule.advance("epoch")
     state.epoch += 1

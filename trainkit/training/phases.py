@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Generator, Iterator
+from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
 
 def begin(run: Run, callbacks: CallbackList) -> None:
     """Put back what `restore` has kept, random streams last; say what cannot work before that."""
-    run.internals.attributes.begin(run.strategy.device, run.checkpoint)
+    run.internals.attributes.begin(run.strategy.device, run.checkpoint, partial(_draw_order, run))
     if run.checkpoints.resumed_from is not None and run.checkpoint is not None:
         callbacks.emit(Callback.on_checkpoint_loaded, run, run.checkpoint)
     if run.checkpoints.saver is not None:
@@ -59,6 +61,13 @@ def begin(run: Run, callbacks: CallbackList) -> None:
     run.internals.restore_streams(run.strategy.device)
     run.clock.enter("train")
     run.stop_reason = run.end_reached  # where a run is resumed that had ended
+
+
+def _draw_order(run: Run) -> None:
+    """Let the sampler give the order of the epoch under way, if it does so now."""
+    if run.internals.check_order is not None:
+        with suppress(Exception):  # one that is not ready is asked again before the first window
+            run.internals.check_order()
 
 
 def _check_alike(run: Run) -> None:

@@ -292,7 +292,7 @@ class Run(RunServices):
         check, self.internals.check_order = self.internals.check_order, None
         if check is not None:
             check()
-        self.internals.attributes.begin_pass()
+        self.internals.attributes.begin_pass(goes_on=self.state.epoch_samples > 0)
         windows = self.train_loader.windows(
             self.data_epoch(self.state.epoch),
             position=self.state.epoch_samples,

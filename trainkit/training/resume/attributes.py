@@ -6,12 +6,10 @@ resume that lacked one of these would be another run.
 """
 
 import copy
-import inspect
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dis import get_instructions
-from functools import cache, cached_property, partial
+from functools import partial
 from io import IOBase
 from itertools import islice
 from pathlib import Path
@@ -33,19 +31,21 @@ from trainkit.data.own_generators import generators_in
 from trainkit.data.stream_start import is_stateful
 from trainkit.data.workers import datasets_of
 from trainkit.errors import quoted
+from trainkit.training.resume.drawn_order import DrawnOrder, is_of_sampler
 from trainkit.training.resume.owners import (
+    OF_EVERY_MODULE,
     STATE,
     StateOf,
     attributes_in,
     copy_of,
     has_state,
     is_owner,
+    values_of,
 )
 from trainkit.training.resume.values import (
     ENTRY,
     Mark,
     entry_of,
-    is_array,
     is_dense,
     is_holder,
     is_large_of_graph,
@@ -57,13 +57,12 @@ from trainkit.training.resume.values import (
 Entries = dict[str, dict[str, Any]]
 """What was saved, by owner and attribute."""
 
-_OF_EVERY_MODULE = vars(nn.Module()).keys() - {"training"}
-_EXTRA_STATE = nn.Module.get_extra_state
 _OF_DATA = (list, tuple, dict, set, deque)  # they tell what was read, or are the data
 _RECORDS = (list, dict, set)  # in which a callback notes what it has seen
 _STEP = "training_step"
 _CALLBACK = "callbacks["  # before its name
 _GENERATOR = "generator "  # before the number of one that is found in a data set
+_ORDER = "order of "  # before the name of data, or of a sampler, of which an order was drawn
 _TRAINABLE = ".requires_grad"  # behind the name of a parameter
 _MOST_HELD = 1024  # objects in a list or dict
 _MOST_OBJECTS = 10_000  # that are looked at in all
@@ -75,12 +74,12 @@ class Attributes:
 
     Of modules, loss functions and trainers these are values that a checkpoint holds, and
     generators; of data sets and collate functions the same without containers, and small tensors;
-    of samplers tensors and arrays; of callbacks without a `state_dict` of the user's all but lists,
-    dicts and sets, in which they record, if these are not tensors like those of the model. A
-    function has what it reads from outside (`Outside`); an object of a user's class that one of
-    these holds has its attributes, an optimizer that a step uses by itself its `state_dict`. What a
-    graph has made, such as a hidden state with which the next step goes on, comes back without it.
-    Left alone is what shares memory with a parameter or buffer.
+    of samplers numbers, tensors and short lists; of callbacks without a `state_dict` of the user's
+    all but lists, dicts and sets, in which they record, if these are not tensors like those of the
+    model. A function has what it reads from outside (`Outside`); an object of a user's class that
+    one of these holds has its attributes, an optimizer that a step uses by itself its `state_dict`.
+    What a graph has made, such as a hidden state with which the next step goes on, comes back
+    without it. Left alone is what shares memory with a parameter or buffer.
 
     Args:
         model: What is trained.
@@ -110,6 +109,7 @@ class Attributes:
         self._told = set[str]()
         self._loaded: Entries = {}
         self._at_start: Entries = {}  # of the pass that is under way
+        self._drawn = DrawnOrder({n: o for n, o in others.items() if n.endswith("sampler")}, say)
 
     def watch(self, callbacks: Iterable[Any]) -> None:
         """Look after callbacks of a user's classes, too, that have no state of their own."""
@@ -122,12 +122,16 @@ class Attributes:
                 inner = found.named_modules(prefix=name) if isinstance(found, nn.Module) else ()
                 self._others = {**self._others, name: found, **dict(inner)}
 
-    def begin(self, device: torch.device, checkpoint: Path | None) -> None:
+    def begin(
+        self, device: torch.device, checkpoint: Path | None, draw: Callable[[], None]
+    ) -> None:
         """Note what there is, then put back what was loaded.
 
         Args:
             device: That of the model.
             checkpoint: Where it was loaded from.
+            draw: Draws the order of the epoch under way, if that is still to be done: called while
+                samplers and data are what they were when that epoch began.
 
         Raises:
             CheckpointError: An object refused its state.
@@ -135,6 +139,16 @@ class Attributes:
         self._names = {}
         owners = {name: (owner, marks) for name, owner, _, marks in self._looked_at()}
         self._before = {name: marks for name, (_, marks) in owners.items()}
+        for name, own in self._loaded.items():
+            owner, _ = owners.get(name.removeprefix(_ORDER), (None, {}))
+            if name.startswith(_ORDER) and owner is not None:
+                for key, entry in own.items():
+                    with applying(f"`{name}`", checkpoint or Path()):
+                        _put_back(owner, key, entry, device)
+        self._loaded = {n: own for n, own in self._loaded.items() if not n.startswith(_ORDER)}
+        draw()
+        if self._drawn.is_needed:
+            self._note_drawn()
         outside, lost = list[str](), list[str]()
         # Objects first, then what is in them.
         loaded = [(n, k, e) for n, own in self._loaded.items() for k, e in own.items()]
@@ -192,13 +206,31 @@ class Attributes:
                 "otherwise in a callback's `on_checkpoint_loaded`."
             )
 
-    def begin_pass(self) -> None:
-        """Note what the data sets are that are read from here on."""
+    def begin_pass(self, *, goes_on: bool) -> None:
+        """Note what the data sets are that are read from here on, or whose order is drawn now.
+
+        Args:
+            goes_on: Whether a resume goes on with a pass, whose order `begin` has drawn.
+        """
         if self._streams:
             self._at_start = {}
             found = self.state_dict()
             now = {name: found.get(name, {}) for name in found if self._is_of_stream(name)}
             self._at_start = copy.deepcopy({key: {} for key in self._streams} | now)
+        if self._drawn.is_needed and not goes_on:
+            self._note_drawn()
+
+    def _note_drawn(self) -> None:
+        self._drawn.note(
+            (name, marks, self._changed(name, values, marks))
+            for name, _, values, marks in self._looked_at()
+            if name.startswith("data") and not self._is_of_stream(name)
+        )
+
+    def end_pass(self) -> None:
+        """Say what has changed of a user's sampler after the order of its pass was drawn."""
+        if self._drawn.is_needed:
+            self._drawn.tell_changed()
 
     def _is_of_stream(self, name: str) -> bool:
         inside = any(name.startswith(f"{stream}.") for stream in self._streams)
@@ -209,13 +241,8 @@ class Attributes:
         found: Entries = {}
         for name, owner, values, marks in self._looked_at():
             before, loaded = self._before.get(name, {}), self._loaded.get(name, {})
-            found[name] = {
-                key: {"is": self._now[id(values[key])]}
-                if id(values[key]) in self._now
-                else entry_of(values[key], mark, before.get(key))
-                for key, mark in marks.items()
-                if key in loaded or mark != before.get(key)
-            }
+            found[name] = self._changed(name, values, marks)
+            found[_ORDER + name] = self._drawn.saved(name, marks)
             was_held = before.keys() | loaded.keys() | ({STATE} if has_state(owner) else set())
             for key, value in values.items():
                 if key not in marks:
@@ -225,6 +252,18 @@ class Attributes:
         found |= self._at_start
         return {name: entries for name, entries in found.items() if entries}
 
+    def _changed(
+        self, name: str, values: Mapping[str, Any], marks: Mapping[str, Mark]
+    ) -> dict[str, Any]:
+        before, loaded = self._before.get(name, {}), self._loaded.get(name, {})
+        return {
+            key: {"is": self._now[id(values[key])]}
+            if id(values[key]) in self._now
+            else entry_of(values[key], mark, before.get(key))
+            for key, mark in marks.items()
+            if key in loaded or mark != before.get(key)
+        }
+
     def check_state_dict(self, state: Any) -> None:
         """Raise `Unfit` for what `state_dict` cannot have returned."""
         check_form(state, {str: {str: ENTRY}})
@@ -233,7 +272,7 @@ class Attributes:
             is_object = not (is_other or has_state(owner))
             for key, entry in state.get(name, {}).items():
                 is_method = is_object and callable(getattr(type(owner), key, None))
-                if is_method or key in _OF_EVERY_MODULE:
+                if is_method or key in OF_EVERY_MODULE:
                     raise Unfit("is no attribute with a value, but a method", name, key)
                 if "generator" in entry and is_generator(values.get(key)):
                     try:
@@ -317,7 +356,7 @@ class Attributes:
         loss = {} if isinstance(self._loss_fn, nn.Module) else {"loss_fn": self._loss_fn}
         owners = {**modules, **loss, **apart, **self._others}
         for name, owner in owners.items():
-            values, marks = _values(owner), dict[str, Mark | None]()
+            values, marks = values_of(owner), dict[str, Mark | None]()
             is_data = name.startswith("data") and not name.endswith("sampler")
             is_callback = name.startswith(_CALLBACK) and not has_state(owner)
             left: tuple[type, ...] = _OF_DATA if is_data else _RECORDS if is_callback else ()
@@ -330,9 +369,9 @@ class Attributes:
                     marks[key] = mark_of(value, memory, _LARGEST if is_data else math.inf)
             if name in ("trainer", _STEP):
                 marks.pop("planned_steps", None)  # which each `fit` sets anew
-            if name.endswith("sampler"):  # its counters follow the epochs
-                kept = {k for k, v in values.items() if isinstance(v, Tensor) or is_array(v)}
-                marks = {key: marks[key] for key in marks.keys() & kept}
+            if name.endswith("sampler"):
+                is_own = is_users(type(owner))
+                marks = {k: m for k, m in marks.items() if is_of_sampler(values[k], is_own)}
             more: dict[str, Any] = {}
             if name in self._streams:
                 more = _own_generators(owner)
@@ -368,7 +407,7 @@ class Attributes:
                 is_held = is_holder(value) and len(value) <= _MOST_HELD
                 if id(value) in seen or not (is_held or is_owner(value)):
                     continue
-                if key in _OF_EVERY_MODULE and isinstance(owner, nn.Module):
+                if key in OF_EVERY_MODULE and isinstance(owner, nn.Module):
                     continue
                 place = f"{name}.{key}".lstrip(".")
                 if isinstance(value, nn.Module):
@@ -386,33 +425,6 @@ class Attributes:
 
 def _own_generators(dataset: Any) -> dict[str, Any]:
     return {f"{_GENERATOR}{index}": each for index, each in enumerate(generators_in(dataset))}
-
-
-def _values(owner: Any) -> dict[str, Any]:
-    """Return the attributes of an owner, without those that it can make again."""
-    if isinstance(owner, nn.Module) and type(owner).get_extra_state is not _EXTRA_STATE:
-        return {}  # it says itself what is saved of it
-    left_out: Collection[str] = ()
-    if isinstance(owner, nn.Module):
-        made = (name.removesuffix("_orig").removesuffix("_v") for name in parameters_of(owner))
-        left_out = {*_OF_EVERY_MODULE, *made}  # pruning and norms of weights make them in a forward
-    elif hasattr(type(owner), "on_fit_start"):
-        left_out = _saved_by_shipped(owner.__class__)
-    return {
-        key: value
-        for key, value in attributes_in(owner).items()
-        if type(key) is str and key not in left_out
-        if not isinstance(getattr(type(owner), key, None), cached_property)
-    }
-
-
-@cache
-def _saved_by_shipped(kind: Any) -> set[str]:
-    """Return the attributes that classes of trainkit set, whose `state_dict` says what is saved."""
-    shipped = [vars(each) for each in kind.__mro__ if each.__module__.startswith("trainkit.")]
-    code = [each for own in shipped for each in own.values() if isinstance(each, FunctionType)]
-    steps = (step for each in code for step in get_instructions(inspect.unwrap(each)))
-    return {step.argval for step in steps if step.opname == "STORE_ATTR"}
 
 
 def _shapes(module: nn.Module) -> list[tuple[str, torch.Size]]:

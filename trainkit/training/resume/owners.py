@@ -1,11 +1,13 @@
 """Which objects hold values that a training changes, and how these are read and set (rule 22)."""
 
 import copy
+import inspect
 from argparse import Namespace
 from collections import deque
-from collections.abc import MutableMapping
+from collections.abc import Collection, MutableMapping
+from dis import get_instructions
 from enum import Enum
-from functools import partial
+from functools import cache, cached_property, partial
 from types import FunctionType, MemberDescriptorType, SimpleNamespace
 from typing import Any
 
@@ -16,9 +18,13 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from typing_extensions import override
 
 from trainkit.basics.outside import Outside, is_users
+from trainkit.basics.torch_internals import parameters_of
 
 STATE = "state"
 """Stands for the attributes of what has a `state_dict`."""
+OF_EVERY_MODULE = vars(nn.Module()).keys() - {"training"}
+"""What torch itself keeps in a module."""
+_EXTRA_STATE = nn.Module.get_extra_state
 _NO_OWNERS = (DataLoader, Dataset, Enum, LRScheduler, Optimizer, Sampler, tuple, type)
 _SHARED = "multiprocessing.sharedctypes"
 
@@ -108,3 +114,30 @@ def _slots_of(kind: type) -> list[str]:
     return [
         n for each in kinds for n, v in vars(each).items() if isinstance(v, MemberDescriptorType)
     ]
+
+
+def values_of(owner: Any) -> dict[str, Any]:
+    """Return the attributes of an owner, without those that it can make again."""
+    if isinstance(owner, nn.Module) and type(owner).get_extra_state is not _EXTRA_STATE:
+        return {}  # it says itself what is saved of it
+    left_out: Collection[str] = ()
+    if isinstance(owner, nn.Module):
+        made = (name.removesuffix("_orig").removesuffix("_v") for name in parameters_of(owner))
+        left_out = {*OF_EVERY_MODULE, *made}  # pruning and norms of weights make them in a forward
+    elif hasattr(type(owner), "on_fit_start"):
+        left_out = _saved_by_shipped(owner.__class__)
+    return {
+        key: value
+        for key, value in attributes_in(owner).items()
+        if type(key) is str and key not in left_out
+        if not isinstance(getattr(type(owner), key, None), cached_property)
+    }
+
+
+@cache
+def _saved_by_shipped(kind: Any) -> set[str]:
+    """Return the attributes that classes of trainkit set, whose `state_dict` says what is saved."""
+    shipped = [vars(each) for each in kind.__mro__ if each.__module__.startswith("trainkit.")]
+    code = [each for own in shipped for each in own.values() if isinstance(each, FunctionType)]
+    steps = (step for each in code for step in get_instructions(inspect.unwrap(each)))
+    return {step.argval for step in steps if step.opname == "STORE_ATTR"}

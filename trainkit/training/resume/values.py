@@ -20,7 +20,7 @@ from trainkit.containers import json_form
 _MOST = 100_000  # values in one attribute: what has more is data
 _MOST_FLAT = 1 << 20  # of these in one list or dict
 _LARGEST_OF_GRAPH = 16 << 20  # bytes of a tensor: larger ones are activations to look at
-_SCALARS = (type(None), bool, int, float, complex, str)
+SCALARS = (type(None), bool, int, float, complex, str)
 _IN_PLACE = (list, deque, dict, Counter, OrderedDict, defaultdict, set)
 ENTRY = {
     "value?": Any,
@@ -96,7 +96,7 @@ def mark_of(value: Any, memory: Collection[int] = (), largest: float = float("in
         memory: Addresses of the parameters and buffers of the model.
         largest: How many bytes its tensors and arrays may have.
     """
-    if type(value) in _SCALARS:  # most are
+    if type(value) in SCALARS:  # most are
         return Mark(f"{type(value).__name__} {value!r}", None, (value,))
     try:
         content = _content(value)
@@ -213,7 +213,7 @@ def _is_flat(value: Any) -> bool:
     if type(value) not in (list, tuple, dict) or len(value) > _MOST_FLAT:
         return False
     inner = [*value, *value.values()] if type(value) is dict else value
-    return {*map(type, inner)}.issubset(_SCALARS)
+    return {*map(type, inner)}.issubset(SCALARS)
 
 
 def _room(value: Any) -> Any:

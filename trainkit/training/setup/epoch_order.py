@@ -50,8 +50,8 @@ def order_problems(
         saved: What `order_of` returned; None of older checkpoints.
         counters: Those of the checkpoint.
         run: The run that resumes.
-        late: The checkpoint, where a sampler may be what it was only once callbacks and registered
-            objects are loaded: then it is looked at again before the first window.
+        late: The checkpoint, where a sampler may be what it was only once callbacks, registered
+            objects and attributes are loaded: then it is looked at again before the first window.
     """
     if saved is None:
         return []
@@ -74,6 +74,7 @@ def order_problems(
 
     def check() -> None:
         if loader.order_digest(epoch, accumulation) != digest:
+            loader.forget_order()
             raise CheckpointError(
                 f"The checkpoint `{late}` does not fit: {words}. The model holds its weights "
                 "already, but nothing was trained."
