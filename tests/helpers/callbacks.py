@@ -6,6 +6,16 @@ from typing import Any
 from trainkit import Callback, Run, StepResult
 
 
+class Action:
+    """Calls a function of a test, whose records are of the whole test: no resume looks into it."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self.call = call
+
+    def __call__(self, *given: Any) -> Any:
+        return self.call(*given)
+
+
 class On(Callback):
     """Calls `action` whenever `hook` comes, with what the hook gets after the run.
 
@@ -15,14 +25,14 @@ class On(Callback):
     """
 
     def __init__(self, hook: Callable[..., None], action: Callable[..., Any]) -> None:
-        setattr(self, hook.__name__, action)
+        setattr(self, hook.__name__, Action(action))
 
 
 class At(Callback):
     """Calls `action` with the run once this many steps are done."""
 
     def __init__(self, step: int | None, action: Callable[[Run], Any]) -> None:
-        self.step, self.action = step, action
+        self.step, self.action = step, Action(action)
 
     def on_step_end(self, run: Run, result: StepResult) -> None:
         if run.state.step == self.step:

@@ -4,7 +4,7 @@ import builtins
 import dis
 import os
 import sys
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, MutableMapping
 from enum import Enum
 from functools import cache, lru_cache, partial
 from pathlib import Path
@@ -28,10 +28,13 @@ class Outside(MutableMapping[str, Any]):
 
     Args:
         *functions: Where to begin. A class among them stands for its attributes.
+        known: Whose places are left out.
     """
 
-    def __init__(self, *functions: Any) -> None:
+    def __init__(self, *functions: Any, known: "Outside | None" = None) -> None:
         self._places: dict[str, tuple[_Place, str]] = {}
+        others = {} if known is None else known._places
+        left_out = {(id(place), own) for place, own in others.values()}
         waiting, seen = list(functions), set[int]()
         while waiting:
             function = waiting.pop(0)
@@ -45,8 +48,10 @@ class Outside(MutableMapping[str, Any]):
                     continue
                 kind = value if isinstance(value, type) else type(value)
                 waiting += functions_of(kind) if is_users(kind) else []
-                known = self._places.setdefault(name, (place, own))
-                if known[0] is not place:  # another of that name
+                if (id(place), own) in left_out:
+                    continue
+                first = self._places.setdefault(name, (place, own))
+                if first[0] is not place:  # another of that name
                     key = f"{getattr(function, '__qualname__', 'partial')}.{name}"
                     self._places[key] = place, own
 
@@ -78,6 +83,16 @@ class Outside(MutableMapping[str, Any]):
     @override
     def __len__(self) -> int:
         return sum(1 for _ in self)
+
+
+def outside_of(objects: Iterable[Any], known: Outside | None = None) -> Outside:
+    """Return what the users' classes of objects hold, and what functions there and in them read."""
+    kinds = dict.fromkeys(map(type, objects))
+    users = dict.fromkeys(above for kind in kinds for above in kind.__mro__ if is_users(above))
+    values = [each for one in objects for each in getattr(one, "__dict__", {}).values()]
+    held = [each for each in values if issubclass(type(each), FunctionType | MethodType | partial)]
+    functions = [each for kind in kinds for each in functions_of(kind)]
+    return Outside(*users, *functions, *held, known=known)
 
 
 def functions_of(kind: type) -> list[Any]:

@@ -64,7 +64,7 @@ def load_optimizer(
         {key: value.device for key, value in group.items() if isinstance(value, Tensor)}
         for group in optimizer.param_groups
     ]
-    optimizer.load_state_dict(state)
+    _load_in_place(optimizer, state)
     for group, of_group in zip(optimizer.param_groups, devices, strict=True):
         for key, device in of_group.items():
             if isinstance(group.get(key), Tensor):
@@ -77,6 +77,26 @@ def load_optimizer(
         if isinstance(values, dict) and isinstance(present, dict):
             for key in values.keys() & present.keys() - {"step"}:  # torch knows what a step is
                 present[key] = _exact(values[key], present[key], parameter, was)
+
+
+def _load_in_place(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """Load a state into the groups that are there, as an optimizer around another has the same."""
+    groups, states = optimizer.param_groups, optimizer.state
+    inner = [each for each in vars(optimizer).values() if isinstance(each, Optimizer)]
+    sharing = [each for each in inner if each.param_groups is groups]
+    optimizer.load_state_dict(state)
+    if not isinstance(states, dict):
+        return  # several optimizers as one
+    for group, loaded in zip(groups, optimizer.param_groups, strict=True):
+        if group is not loaded:
+            group.clear()
+            group.update(loaded)
+    if states is not optimizer.state:
+        states.clear()
+        states.update(optimizer.state)
+    optimizer.state = states
+    for each in (optimizer, *sharing):
+        each.param_groups = groups
 
 
 def _exact(value: Any, loaded: Any, parameter: Tensor, was: Tensor | None) -> Any:

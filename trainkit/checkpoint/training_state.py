@@ -217,12 +217,12 @@ SCALE = {
 """The scale of losses under fp16."""
 
 
-def check_schedule(saved: Any, scheduler: Any, *, groups: int, strict: bool) -> None:
+def check_schedule(saved: Any, scheduler: Any, *, strict: bool, groups: float = math.inf) -> None:
     """Check the state of a scheduler of torch or trainkit; others know their own.
 
     Args:
-        groups: How many the optimizer had, some of which the run may have added.
         strict: Whether the same version of torch wrote it, which knows the same keys.
+        groups: How many the optimizer had, some of which the run may have added.
     """
     if not type(scheduler).__module__.startswith(("torch.", "trainkit.")):
         return

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
-from trainkit.basics.outside import Outside, functions_of, is_users
+from trainkit.basics.outside import Outside, is_users, outside_of
 from trainkit.basics.rng import is_generator, new_like, set_state
 from trainkit.basics.torch_internals import buffers_of, is_saved, parameters_of
 from trainkit.checkpoint.forms import Unfit, check_form
@@ -37,6 +37,7 @@ from trainkit.training.resume.owners import (
     STATE,
     StateOf,
     attributes_in,
+    beside,
     copy_of,
     has_state,
     is_owner,
@@ -46,6 +47,7 @@ from trainkit.training.resume.values import (
     ENTRY,
     Mark,
     entry_of,
+    has_parts,
     is_dense,
     is_holder,
     is_large_of_graph,
@@ -112,7 +114,11 @@ class Attributes:
         self._drawn = DrawnOrder({n: o for n, o in others.items() if n.endswith("sampler")}, say)
 
     def watch(self, callbacks: Iterable[Any]) -> None:
-        """Look after callbacks of a user's classes, too, that have no state of their own."""
+        """Look after callbacks of a user's classes, too, that have no state of their own.
+
+        What they read from outside, also in functions that they were given, may be changed there.
+        """
+        watched = list[Any]()
         for each in callbacks:
             # A `MainProcess` stands for the one inside.
             found: Any = each if is_users(type(each)) else getattr(each, "callback", None)
@@ -121,6 +127,9 @@ class Attributes:
                 name = f"{_CALLBACK}{found.name}]"
                 inner = found.named_modules(prefix=name) if isinstance(found, nn.Module) else ()
                 self._others = {**self._others, name: found, **dict(inner)}
+                watched.append(found)
+        if watched:
+            self._others = {**self._others, "callbacks": outside_of(watched, self._others[_STEP])}
 
     def begin(
         self, device: torch.device, checkpoint: Path | None, draw: Callable[[], None]
@@ -296,7 +305,7 @@ class Attributes:
     def _tell_lost(self, name: str, value: Any, *, was_held: bool) -> None:
         """Say of a list or dict that it is held no more, and of an iterator that it cannot be."""
         kind, why = type(value), ""
-        if was_held and issubclass(kind, list | dict | set):
+        if was_held and issubclass(kind, list | dict | set | deque):
             why = (
                 "has become what no checkpoint holds: it is too large or deep, has other things "
                 "than numbers, text and tensors in it, or is a callback's, in which it records. A "
@@ -342,6 +351,9 @@ class Attributes:
             return next((n for n in alike if _shapes(modules[n]) == _shapes(value)), None)
         return None
 
+    def _is_new(self, value: Any) -> bool:
+        return bool(self._before) and id(value) not in self._names
+
     def _looked_at(self) -> Iterator[tuple[str, Any, dict[str, Any], dict[str, Mark]]]:
         """Yield each owner by its name, with its attributes, and the marks of what can be saved."""
         modules = dict(self._model.named_modules(prefix="model"))
@@ -366,7 +378,8 @@ class Attributes:
                 elif is_callback and is_like(value, held):
                     marks[key] = mark_of(value, memory)
                 elif not (issubclass(type(value), left) or (is_data and is_generator(value))):
-                    marks[key] = mark_of(value, memory, _LARGEST if is_data else math.inf)
+                    most = _LARGEST if is_data else math.inf
+                    marks[key] = mark_of(value, memory, most, self._names)
             if name in ("trainer", _STEP):
                 marks.pop("planned_steps", None)  # which each `fit` sets anew
             if name.endswith("sampler"):
@@ -409,6 +422,8 @@ class Attributes:
                     continue
                 if key in OF_EVERY_MODULE and isinstance(owner, nn.Module):
                     continue
+                if type(owner) in (list, tuple, dict) and self._is_new(value) and has_parts(value):
+                    continue  # the list holds it
                 place = f"{name}.{key}".lstrip(".")
                 if isinstance(value, nn.Module):
                     found = [*value.named_modules(prefix=place)]
@@ -467,10 +482,9 @@ def attributes_of(
     objects: dict[str, Any] = {}
     if not type(trainer).__module__.startswith("trainkit."):
         objects["trainer"] = trainer
-    kinds = dict.fromkeys(map(type, (trainer, loss_fn, *module.modules())))
-    users = dict.fromkeys(above for kind in kinds for above in kind.__mro__ if is_users(above))
-    objects[_STEP] = Outside(*users, *(f for kind in kinds for f in functions_of(kind)))
+    objects[_STEP] = outside_of([trainer, loss_fn, *module.modules()])
     streams = []
+    objects |= beside(registered)
     for key, part in ({"": loader} if loader.parts is None else loader.parts).items():
         name, source = f"data.{key}".rstrip("."), part.source
         dataset = getattr(source, "dataset", source)

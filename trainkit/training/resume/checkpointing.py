@@ -29,6 +29,7 @@ from trainkit.training.finite import finiteness
 from trainkit.training.logging import BY_PROCESS
 from trainkit.training.modes import in_training_mode
 from trainkit.training.resume.fingerprint import fingerprint
+from trainkit.training.resume.owners import state_of_schedule
 from trainkit.training.resume.reference import describe_base, left_out
 from trainkit.training.run import Run
 from trainkit.training.run_parts import TrainState
@@ -68,7 +69,7 @@ class RunState:
         """Return that of a run, without its callbacks, objects and data sets."""
         return cls(
             counters=run.state.state_dict(),
-            lr_scheduler=run.lr_schedule and run.lr_schedule.scheduler.state_dict(),
+            lr_scheduler=run.lr_schedule and state_of_schedule(run.lr_schedule.scheduler),
             precision=run.precision.state_dict(),
             metrics=run.metrics,
             best_metrics=run.best_metrics,
@@ -290,7 +291,7 @@ def _states(run: Run, callbacks: CallbackList) -> Iterator[tuple[str, Any]]:
             if name != "params":
                 yield f'optimizer.param_groups[{index}]["{name}"]', value
     if run.lr_schedule is not None:
-        yield "lr_scheduler", run.lr_schedule.scheduler.state_dict()
+        yield "lr_scheduler", state_of_schedule(run.lr_schedule.scheduler)
     yield "precision", run.precision.state_dict()
     for name, part in run.checkpoints.objects.items():
         yield f"objects.{name}", part.state_dict()

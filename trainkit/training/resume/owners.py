@@ -4,21 +4,23 @@ import copy
 import inspect
 from argparse import Namespace
 from collections import deque
-from collections.abc import Collection, MutableMapping
+from collections.abc import Collection, Iterable, MutableMapping
 from dis import get_instructions
 from enum import Enum
 from functools import cache, cached_property, partial
-from types import FunctionType, MemberDescriptorType, SimpleNamespace
+from types import FunctionType, MemberDescriptorType, MethodType, SimpleNamespace
 from typing import Any
 
-from torch import nn
-from torch.optim import Optimizer
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
 from typing_extensions import override
 
 from trainkit.basics.outside import Outside, is_users
 from trainkit.basics.torch_internals import parameters_of
+from trainkit.checkpoint.exact import load_state
 
 STATE = "state"
 """Stands for the attributes of what has a `state_dict`."""
@@ -26,6 +28,8 @@ OF_EVERY_MODULE = vars(nn.Module()).keys() - {"training"}
 """What torch itself keeps in a module."""
 _EXTRA_STATE = nn.Module.get_extra_state
 _NO_OWNERS = (DataLoader, Dataset, Enum, LRScheduler, Optimizer, Sampler, tuple, type)
+_FUNCTIONS = (FunctionType, MethodType, partial)
+_OF_EVERY_OPTIMIZER = vars(SGD([torch.zeros(())])).keys() | {"_opt_called", "step"}
 _SHARED = "multiprocessing.sharedctypes"
 
 
@@ -88,11 +92,59 @@ class StateOf(dict[str, Any]):
 
     @override
     def __setitem__(self, key: str, value: Any) -> None:
-        self._owner.load_state_dict(value)
+        load_state(self._owner, value)
+
+
+def is_others(value: Any) -> bool:
+    """Return whether neither torch nor trainkit has the class of a value."""
+    return not type(value).__module__.startswith(("torch.", "trainkit."))
+
+
+def beside(objects: Iterable[Any]) -> dict[str, "Beside"]:
+    """Return what stands for optimizers and schedules among the objects that are not torch's."""
+    found: dict[str, Beside] = {}
+    for each in objects:
+        if isinstance(each, Optimizer | LRScheduler) and is_others(each):
+            name = type(each).__name__
+            found[f"{name}'" if name in found else name] = Beside(each)
+    return found
+
+
+class Beside:
+    """Stands for what an optimizer or schedule of a library or a user's holds beside its state."""
+
+    def __init__(self, owner: Any) -> None:
+        self.owner = owner
+
+    def attributes(self) -> MutableMapping[str, Any]:
+        """Return the attributes, to be read and set; of a schedule what has a state of its own."""
+        held, is_schedule = _Slots(self.owner, []), isinstance(self.owner, LRScheduler)
+        for name, value in [*held.items()]:
+            is_state = isinstance(value, dict) and any(isinstance(key, Tensor) for key in value)
+            is_saved = name in _OF_EVERY_OPTIMIZER or is_state
+            if not is_owner(value) if is_schedule else is_saved:
+                del held[name]
+        return held
+
+
+def state_of_schedule(schedule: Any) -> Any:
+    """Return what a checkpoint holds of a schedule: its state without functions and objects.
+
+    A schedule around another has that in its state, by the `state_dict` of torch; it is saved apart
+    (`Beside`), and functions are what they are when the schedule is made again.
+    """
+    if isinstance(by_name := getattr(schedule, "by_name", None), dict):
+        return {name: state_of_schedule(each) for name, each in by_name.items()}
+    state = schedule.state_dict()
+    if type(state) is not dict or not is_others(schedule):
+        return state
+    return {k: v for k, v in state.items() if not (is_owner(v) or isinstance(v, _FUNCTIONS))}
 
 
 def attributes_in(owner: Any) -> MutableMapping[str, Any]:
     """Return the attributes of an object, or what functions read, to be read and set."""
+    if isinstance(owner, Beside):
+        return owner.attributes()
     if isinstance(owner, Outside | dict):
         return owner
     if has_state(owner):

@@ -2,7 +2,7 @@
 
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from enum import Enum
 from hashlib import blake2b
 from typing import Any
@@ -15,11 +15,13 @@ from typing_extensions import override
 from trainkit.basics.device import memory_of
 from trainkit.basics.rng import is_generator, set_state, state_of
 from trainkit.basics.torch_internals import tree_leaves, tree_map
-from trainkit.containers import json_form
+from trainkit.containers import json_form, tree
+from trainkit.containers.json_form import MALFORMED
 
 _MOST = 100_000  # values in one attribute: what has more is data
 _MOST_FLAT = 1 << 20  # of these in one list or dict
 _LARGEST_OF_GRAPH = 16 << 20  # bytes of a tensor: larger ones are activations to look at
+_OBJECT = "$object"  # before the class and the parts of one
 SCALARS = (type(None), bool, int, float, complex, str)
 _IN_PLACE = (list, deque, dict, Counter, OrderedDict, defaultdict, set)
 ENTRY = {
@@ -31,6 +33,7 @@ ENTRY = {
     "requires_grad?": bool,
     "accelerator?": bool,
     "as_present?": bool,
+    "objects?": bool,
     "began?": str,
     "began_as?": Any,
 }
@@ -56,9 +59,9 @@ class _Refused(Exception):
 class _Form(json_form.Encoder):
     """Finds the form of a value, in which digests stand for tensors and long strings of bytes."""
 
-    def __init__(self, memory: Collection[int], largest: float) -> None:
+    def __init__(self, memory: Collection[int], largest: float, owners: Collection[int]) -> None:
         super().__init__(_MOST)
-        self._memory, self._bytes_left = memory, largest
+        self._memory, self._bytes_left, self._owners = memory, largest, owners
 
     @override
     def refused(self, why: str) -> Exception:
@@ -86,21 +89,30 @@ class _Form(json_form.Encoder):
 
     @override
     def put_other(self, value: Any) -> Any:
-        raise self.refused("has no form")  # without its `repr`, which is the user's
+        made_of = None if id(value) in self._owners else _parts(value)
+        if made_of is None:
+            raise self.refused("has no form")  # without its `repr`, which is the user's
+        return self.put(made_of)
 
 
-def mark_of(value: Any, memory: Collection[int] = (), largest: float = float("inf")) -> Mark | None:
+def mark_of(
+    value: Any,
+    memory: Collection[int] = (),
+    largest: float = float("inf"),
+    owners: Collection[int] = (),
+) -> Mark | None:
     """Return the mark of a value; None if no checkpoint can hold it, or it is not of its own.
 
     Args:
         memory: Addresses of the parameters and buffers of the model.
         largest: How many bytes its tensors and arrays may have.
+        owners: The `id` of objects whose attributes are looked after by themselves.
     """
     if type(value) in SCALARS:  # most are
         return Mark(f"{type(value).__name__} {value!r}", None, (value,))
     try:
         content = _content(value)
-        node = content if _is_flat(content) else _Form(memory, largest).put(content)
+        node = content if _is_flat(content) else _Form(memory, largest, owners).put(content)
     except (_Refused, ReferenceError):  # a proxy of what is gone
         return None
     text = f"{type(value).__name__} {node!r}"
@@ -124,7 +136,7 @@ def entry_of(value: Any, mark: Mark, before: Mark | None) -> dict[str, Any]:
     if isinstance(value, Tensor):
         entry["in_place"] = bool(before and before.tensor and before.tensor() is value)
         entry["requires_grad"] = value.requires_grad and value.is_leaf
-    entry["value"] = tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, content)
+    entry["value"] = content if _is_flat(content) else _taken_apart(content, entry)
     if not all(tensor.is_cpu for tensor in tree_leaves(content) if isinstance(tensor, Tensor)):
         entry["accelerator"] = True
     return entry
@@ -146,9 +158,13 @@ def put_back(
     value = entry["value"]
     if "accelerator" in entry:
         value = tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, value)
+    if "objects" in entry:
+        try:
+            value = _put_together(value)
+        except MALFORMED:  # such a class is nowhere any more
+            return False
     if "as_present" in entry:
-        content = _content(present)
-        if content is present and type(present) is not defaultdict:
+        if not (isinstance(present, Enum | defaultdict) or hasattr(type(present), "_fields")):
             return False
         value = type(present)(value) if isinstance(present, Enum) else value
         value = type(present)(*value) if isinstance(present, tuple) else value  # type: ignore[misc]
@@ -165,6 +181,61 @@ def put_back(
     else:
         values[key] = value
     return True
+
+
+def has_parts(value: Any) -> bool:
+    """Return whether a value is a record, which comes back with new parts in it."""
+    return _parts(value) is not None
+
+
+def _parts(value: Any) -> tuple[Any, ...] | None:
+    """Return what a named tuple, data class or member of an enum is made of, after its class."""
+    kind = type(value)
+    if kind is dict and any(map(_has_parts, map(type, value))):
+        return (_OBJECT, "builtins:dict", [*value], [*value.values()])
+    if not _has_parts(kind) or (name := tree.name_of(kind)) is None:
+        return None
+    if issubclass(kind, Enum):
+        return (_OBJECT, name, value.value)
+    return None if tree.has_more_state(value) else (_OBJECT, name, *tree.parts(value))
+
+
+def _has_parts(kind: type) -> bool:
+    is_record = hasattr(kind, "_make") or is_dataclass(kind)
+    return issubclass(kind, Enum) or (is_record and not issubclass(kind, dict | nn.Module))
+
+
+def _taken_apart(value: Any, entry: dict[str, Any]) -> Any:
+    """Return a value without graphs, with the parts of what `_parts` knows, which `entry` notes."""
+
+    def each(inner: Any) -> Any:
+        if isinstance(inner, Tensor):
+            return inner.detach()
+        if (made_of := _parts(inner)) is None:
+            return inner
+        entry["objects"] = True
+        return tree_map(each, made_of, is_leaf=lambda x: _parts(x) is not None)
+
+    return tree_map(each, value, is_leaf=lambda x: _parts(x) is not None)
+
+
+def _put_together(value: Any) -> Any:
+    """Return a value with objects for what `_taken_apart` has made of them."""
+
+    def each(inner: Any) -> Any:
+        if not _is_taken_apart(inner):
+            return inner
+        kind: Any = tree.class_named(inner[1])
+        if not (_has_parts(kind) or kind is dict):
+            raise ValueError(f"`{inner[1]}` has no parts")
+        parts = [tree_map(each, part, is_leaf=_is_taken_apart) for part in inner[2:]]
+        return kind(*parts) if issubclass(kind, Enum) else tree.build(kind, *parts)
+
+    return tree_map(each, value, is_leaf=_is_taken_apart)
+
+
+def _is_taken_apart(value: Any) -> bool:
+    return type(value) is tuple and value[:1] == (_OBJECT,)
 
 
 def is_dense(tensor: Tensor) -> bool:
@@ -185,6 +256,8 @@ def is_array(value: Any) -> bool:
 
 def _content(value: Any) -> Any:
     """Return what is saved of a value whose kind no checkpoint can name, and else the value."""
+    if isinstance(value, Enum | tuple) and _parts(value) is not None:
+        return value
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, tuple) and hasattr(type(value), "_fields"):

@@ -1,0 +1,194 @@
+"""What programs after tutorials hold in records, around callbacks and in optimizers comes back."""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, Optimizer
+from torch.optim.lr_scheduler import ExponentialLR, LRScheduler, StepLR
+from torch.utils.data import DataLoader
+
+from tests.helpers.callbacks import StopsAt
+from tests.helpers.toys import FEATURES, fit, toy_dataset
+from trainkit import Callback, Run, StepResult, Trainer
+from trainkit.callbacks import Checkpoint
+
+STEPS, CUT = 12, 5
+
+
+class Kind(Enum):
+    EVEN = 1
+    ODD = 2
+
+
+class Transition(NamedTuple):
+    inputs: Tensor
+    kind: Kind
+    before: "Transition | None"
+
+
+@dataclass
+class Episode:
+    loss: float
+    inputs: Tensor
+    parts: list[Transition] = field(default_factory=list)
+
+
+class Remembers(Trainer):
+    """Trains on what it has seen, too, which it keeps in records."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.memory: deque[Transition] = deque(maxlen=5)
+        self.episodes: list[Episode] = []
+        self.latest: Transition | None = None
+        self.by_kind: dict[Kind, list[Any]] = {}
+
+    def training_step(self, model: nn.Module, batch: Any) -> Tensor:
+        kind = list(Kind)[len(self.episodes) % 2]
+        before = self.latest and self.latest._replace(before=None)
+        self.latest = Transition(batch[0], kind, before)
+        self.memory.append(self.latest)
+        self.by_kind.setdefault(kind, []).append(Transition(batch[0][0], kind, None))
+        seen = torch.cat([each.inputs * each.kind.value for each in self.memory])
+        seen = torch.cat([seen, *(each.inputs for each in self.episodes)])
+        more = torch.stack([each.inputs for kind in self.by_kind for each in self.by_kind[kind]])
+        loss: Tensor = nn.functional.cross_entropy(model(batch[0]), batch[1])
+        loss = loss + 0.1 * (model(seen).square().mean() + model(more).square().mean())
+        self.episodes.append(Episode(loss.item(), batch[0][:1], [*self.memory][:1]))
+        return loss
+
+
+def _train(
+    folder: Path,
+    stop: int | None = None,
+    trainer: type[Trainer] = Trainer,
+    callbacks: Callable[[nn.Module], list[Callback]] = lambda _: [],
+    optimizer: Any = SGD,
+    **arguments: Any,
+) -> tuple[list[Any], Trainer]:
+    """Return weights and rates, and the trainer; with a stop, those of the resumed run."""
+
+    def train(end: int | None, resume: str | None) -> tuple[nn.Module, Trainer]:
+        torch.manual_seed(0)
+        model = nn.Linear(FEATURES, 2)
+        more = [*callbacks(model), Checkpoint(every_n_steps=CUT), StopsAt(end)]
+        made = trainer(max_steps=STEPS, output_dir=folder, callbacks=more)
+        loader, given = DataLoader(toy_dataset(), 4, shuffle=True), partial(optimizer, lr=0.1)
+        fit(made, loader, model, optimizer=given, resume=resume, **arguments)
+        return model, made
+
+    if stop:
+        train(stop, None)
+    model, made = train(None, "must" if stop else None)
+    assert made.run is not None
+    rates = [group["lr"] for group in made.run.optimizer.param_groups]
+    return [*(p.tolist() for p in model.parameters()), rates], made
+
+
+def test_records_in_lists_and_the_like_come_back(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    whole, first = _train(tmp_path / "a", trainer=Remembers)
+    assert _train(tmp_path / "b", CUT, Remembers)[0] == whole
+    resumed = _train(tmp_path / "c", 2, Remembers)[1]
+    assert isinstance(resumed, Remembers)
+    assert isinstance(first, Remembers)
+    assert repr(resumed.memory) == repr(first.memory)
+    assert repr(resumed.episodes) == repr(first.episodes)
+    assert "for which this run has nothing" not in capfd.readouterr().out
+
+
+count, settings = 0, {"best": float("inf"), "wait": 0}
+
+
+class Calls(Callback):
+    """Calls what it was given."""
+
+    def __init__(self, on_step: Callable[[Run, StepResult], None]) -> None:
+        self.function = on_step
+
+    def on_step_end(self, run: Run, result: StepResult) -> None:
+        global count
+        count += 1
+        run.optimizer.param_groups[0]["weight_decay"] = 0.01 * count
+        self.function(run, result)
+
+
+def _of_a_script(model: nn.Module) -> list[Callback]:
+    """Return a callback whose functions read and set names around them."""
+    global count
+    count = 0
+    average = torch.optim.swa_utils.AveragedModel(model)
+    best = {"loss": float("inf"), "waits": 0}
+
+    def plateau(run: Run, result: StepResult) -> None:
+        average.update_parameters(model)
+        loss = float(result.loss)
+        best["waits"] = 0 if loss < best["loss"] else best["waits"] + 1
+        best["loss"] = min(best["loss"], loss)
+        if best["waits"] == 3:
+            run.optimizer.param_groups[0]["lr"] *= 0.5
+            best["waits"] = 0
+        with torch.no_grad():
+            for own, mean in zip(model.parameters(), average.parameters(), strict=True):
+                own.lerp_(mean, 0.1)
+
+    return [Calls(plateau)]
+
+
+@pytest.mark.parametrize("cut", [CUT, 8])
+def test_what_functions_of_a_callback_read_from_outside_comes_back(
+    cut: int, tmp_path: Path
+) -> None:
+    whole, _ = _train(tmp_path / "a", callbacks=_of_a_script)
+    assert _train(tmp_path / "b", cut, callbacks=_of_a_script)[0] == whole
+
+
+class Around(Optimizer):
+    """Has another optimizer inside, with its groups, as SAM and Lookahead."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+        self.base = Adam(self.param_groups, lr=lr)
+        self.param_groups = self.base.param_groups
+        self.calls = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.calls += 1
+        for group in self.base.param_groups:
+            group["weight_decay"] = 0.01 * self.calls
+        self.base.step()
+
+
+class Warming(LRScheduler):
+    """Has another schedule inside, in its `state_dict` too, and a function."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.shape: Callable[[float], float] = lambda part: 0.1 + 0.9 * part
+        self.after = StepLR(optimizer, 2, gamma=0.5)
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float | Tensor]:
+        if self.last_epoch < 4:
+            return [base * self.shape(self.last_epoch / 4) for base in self.base_lrs]
+        self.after.step()
+        return list(self.after.get_last_lr())
+
+
+@pytest.mark.parametrize("schedule", [partial(ExponentialLR, gamma=0.9), Warming])
+@pytest.mark.parametrize("optimizer", [Around, Adam])
+def test_optimizers_and_schedules_around_others_come_back(
+    optimizer: Any, schedule: Any, tmp_path: Path
+) -> None:
+    about = {"optimizer": optimizer, "lr_scheduler": schedule}
+    whole, _ = _train(tmp_path / "a", **about)
+    for cut in (2, CUT, 9):
+        assert _train(tmp_path / f"{cut}", cut, **about)[0] == whole
