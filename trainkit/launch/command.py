@@ -6,18 +6,16 @@ import re
 import shutil
 import sys
 import tempfile
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from trainkit.basics.systems import require_fork
 from trainkit.basics.terminal import print_table
-from trainkit.errors import ConfigError, TrainkitError
+from trainkit.errors import ConfigError
 from trainkit.launch import failure
 from trainkit.launch.plan import Plan, Script, make_plan
 from trainkit.launch.resolving import Resolved, add_options, resolve
-from trainkit.launch.settings import JobSettings
 from trainkit.watch.report import FOLDER_VARIABLE
 
 _TORCHRUN = re.compile(
@@ -75,18 +73,13 @@ def _run(options: argparse.Namespace) -> int:
 
 def _plan(options: argparse.Namespace, resolved: Resolved) -> Plan:
     path, *arguments = options.script
-    try:
-        script = Script(
-            path=path,
-            arguments=tuple(arguments),
-            is_module=options.module,
-            is_program=options.no_python,
-        )
-        return make_plan(resolved, script)
-    except ConfigError as error:
-        if not options.dry_run:
-            _tell_others(resolved.job, error)
-        raise
+    script = Script(
+        path=path,
+        arguments=tuple(arguments),
+        is_module=options.module,
+        is_program=options.no_python,
+    )
+    return make_plan(resolved, script)
 
 
 def _standalone(resolved: Resolved) -> Resolved:
@@ -118,20 +111,6 @@ def start(plan: Plan) -> int:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _tell_others(job: JobSettings, error: ConfigError) -> None:
-    """Let the other machines know that this one cannot do its part; returns when they do."""
-    if job.num_machines == 1 or job.main_process_ip is None or job.main_process_port == 0:
-        return
-    if job.is_elastic:  # the others go on without it
-        return
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch is imported
-    from trainkit.launch.meeting import meet
-
-    print("trainkit: this machine cannot do its part, and tells the others", file=sys.stderr)
-    with suppress(TrainkitError):
-        meet(job, {}, fault=str(error))
-
-
 def _report_folder(parent: str | None) -> Path:
     """Make the folder of this job; its path holds wherever a script goes."""
     try:
@@ -161,13 +140,11 @@ def _run_processes(plan: Plan) -> tuple[int, bool]:
     gpus = accelerator_count() if plan.needs_gpus else 0
     if plan.needs_gpus > gpus:
         have = f"{gpus} of them" if gpus else "none"
-        error = ConfigError(
+        raise ConfigError(
             f"Each of the {plan.needs_gpus} processes of this machine needs a GPU of its own, but "
             f"torch sees {have}. Start fewer processes (`--num_processes`), name other GPUs "
             "(`--gpu_ids`), or train on the CPU (`--cpu`)."
         )
-        _tell_others(job, error)
-        raise error
     grace = job.shutdown_timeout
     if job.num_machines > 1 and not job.is_elastic:  # the others wait for it
         grace = min(grace, MACHINE_LOST_SECONDS)

@@ -26,22 +26,16 @@ _LONGEST_STORY = 200_000  # characters of reports
 def explain(outcome: "Outcome", meeting: "Meeting") -> bool:
     """Print once why the job failed, if it did; return whether there are reports to keep.
 
-    Machine 0 does it for all; where it is gone, the first of those that are left.
+    Machine 0 does it for all; where it is gone, each of the others.
     """
     link = meeting.link
     was_asked = outcome.was_asked and not outcome.failures and meeting.size == 1
     if outcome.code == 0 or was_asked:
         return False
-    stories = link.gather(_story(outcome, meeting), _GATHER_SECONDS)
-    # Where machine 0 is gone, the first of those that are left.
-    teller = (
-        0
-        if stories is None
-        else next((m for m in range(1, meeting.machine) if meeting.reaches(m)), meeting.machine)
-    )
-    if stories is None or teller != meeting.machine:
+    stories = link.gather(_story(outcome), _GATHER_SECONDS)
+    if stories is None:
         cause = "the job has failed" if link.end is None else link.end.cause
-        put(f"trainkit: {cause} (the report is on {link.name(teller)})", file=sys.stderr)
+        put(f"trainkit: {cause} (the report is on {link.name(0)})", file=sys.stderr)
         return False
     for machine, story in stories.items():
         if machine != meeting.machine:
@@ -57,8 +51,7 @@ def explain(outcome: "Outcome", meeting: "Meeting") -> bool:
     if meeting.size > 1:
         cause = str(job["cause"])
         headline = cause if cause.startswith("machine ") else f"{job['where']}: {cause}"
-        cut_off = sorted({each["cut_off"] for each in stories.values()} - {""})
-        lines = [*(f"trainkit: {each}" for each in (headline, *cut_off)), *lines]
+        lines = [f"trainkit: {headline}", *lines]
     put("\n".join(lines or [f"trainkit: {job['cause']}"]), file=sys.stderr)
     return True
 
@@ -88,7 +81,7 @@ def show(folder: Path | str, endings: Mapping[int, str] | None = None) -> str | 
     return "\n".join([*parts, f"report: {path}"])
 
 
-def _story(outcome: "Outcome", meeting: "Meeting") -> dict[str, Any]:
+def _story(outcome: "Outcome") -> dict[str, Any]:
     """Return how the processes of this machine ended; of those that only followed, few words."""
     found = [report for _, report in reports.read_all(outcome.reports)]
     told: list[dict[str, Any]] = []
@@ -102,7 +95,6 @@ def _story(outcome: "Outcome", meeting: "Meeting") -> dict[str, Any]:
         "well": {str(rank): text for rank, text in well.items()},
         "badly": {str(rank): text for rank, text in badly.items()},
         "reports": told,
-        "cut_off": meeting.cut_off(),
     }
 
 

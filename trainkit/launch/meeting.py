@@ -33,9 +33,9 @@ from trainkit.watch.member import Member
 from trainkit.watch.report import FOLDER_VARIABLE
 
 Card: TypeAlias = dict[str, Any]
-"""Of a machine: `machine`, `host`, `who` (a process), `told` (settings), `fault` (why it cannot do
-its part), `address` and `port` (where others reach its launcher as long as it lives), `at` (where
-it has reached machine 0), `range` (where gloo will listen), `trial` (ports there to be tried)."""
+"""Of a machine: `machine`, `host`, `who` (a process), `told` (settings), `address` (where others
+reach it), `at` (where it has reached machine 0), `range` (where gloo will listen), `trial` (ports
+there to be tried)."""
 
 _LATE_SECONDS = 5.0  # for those who come after something was found wrong, to hear of it
 _PROBE_SECONDS = 4.0  # in which a port answers, where the machine is known to live
@@ -53,7 +53,6 @@ class Meeting:
         address: Of machine 0, as this one reaches it.
         ports: Those that the store of the processes may listen at.
         link: Between the launchers.
-        door: What listens at the port of this machine's card.
     """
 
     is_elastic = False
@@ -65,10 +64,9 @@ class Meeting:
         address: str,
         ports: Sequence[int],
         link: Link,
-        door: socket.socket | None = None,
     ) -> None:
         self.machine, self.cards, self.address, self.link = machine, cards, address, link
-        self._ports, self._door = ports, door
+        self._ports = ports
         self._store: TCPStore | None = None  # on machine 0 alone
         self._attempt = -1
         link.names |= {card["machine"]: card["host"] for card in cards}
@@ -127,30 +125,12 @@ class Meeting:
             return None
         return next((rank for rank in left if not store.check([f"trainkit/joined/{rank}"])), None)
 
-    def reaches(self, machine: int) -> bool:
-        """Return whether another machine lives, though its launcher may have ended."""
-        place = self.cards[machine]["address"], self.cards[machine]["port"]
-        try:
-            socket.create_connection(place, _PROBE_SECONDS / 2).close()
-        except OSError as error:
-            return isinstance(error, ConnectionRefusedError)
-        return True
-
-    def cut_off(self) -> str:
-        """Return which machine this one cannot connect to; empty where there is none."""
-        others = (m for m in range(1, min(self.size, _MOST_PROBED)) if m != self.machine)
-        lost = next((m for m in others if not self.reaches(m)), None)
-        name = self.link.name
-        return "" if lost is None else f"{name(self.machine)} cannot reach {name(lost)}"
-
     def shut(self) -> None:
         """Let nobody in any more."""
 
     def close(self) -> None:
         """Leave the other machines."""
         self.link.close()
-        if self._door is not None:
-            self._door.close()
 
 
 def card_of(job: JobSettings, **more: Any) -> Card:
@@ -190,18 +170,16 @@ def to_compare(plan: Plan) -> dict[str, str]:
     }
 
 
-def meet(job: JobSettings, told: Mapping[str, str], fault: str = "") -> Meeting:
+def meet(job: JobSettings, told: Mapping[str, str]) -> Meeting:
     """Meet the other machines; all go on, or all raise the same.
 
     Args:
         told: What must be equal on all machines, by name.
-        fault: Why this machine cannot do its part.
 
     Raises:
         DistributedError: They do not come together; says why.
     """
-    told = {**told, "num_machines": str(job.num_machines)}
-    card, end = card_of(job, told=told, fault=fault), time.monotonic() + job.meeting_timeout
+    card, end = card_of(job, told=told), time.monotonic() + job.meeting_timeout
     return _guest(job, card, end) if job.machine_rank else _host(job, card, end)
 
 
@@ -241,7 +219,7 @@ def _host(job: JobSettings, card: Card, end: float) -> Meeting:
                 narrow = partial(listen, address, (port,), _BACKLOG)
                 link.do(lambda links: links.listen_again(narrow))
             trial += _open_trial(address, cards[0])
-            cards[0] |= {"address": address, "port": port}
+            cards[0]["address"] = address
             fault = _try_ways(link, cards)
         link.share(fault=fault, word=secrets.token_hex(16))
         if fault:
@@ -280,9 +258,6 @@ def _wait_for_cards(
 
 def _conflict(cards: Sequence[Card]) -> str:
     """Return why machines cannot be of one job."""
-    for card in cards:
-        if card["fault"]:
-            return f"machine {card['machine']} ({card['host']}): {card['fault']}"
     for one, two in pairwise(cards):
         if one["machine"] == two["machine"]:
             return (
@@ -307,7 +282,7 @@ def difference(told: Mapping[object, Mapping[str, str]], kind: str = "") -> str:
 
 def _try_ways(link: Link, cards: list[Card]) -> str:
     """Let each machine connect to others; return what is wrong."""
-    names = ("machine", "host", "address", "port", "range", "trial")
+    names = ("machine", "host", "address", "range", "trial")
     link.share(cards=[{name: card[name] for name in names} for card in cards])
     told = link.said("probed")
     told[0] = probe(0, cards)
@@ -328,11 +303,10 @@ def _guest(job: JobSettings, card: Card, end: float) -> Meeting:
             "taken by another program, or machine 0 is frozen. Another job needs another "
             "`--main_process_port`, the same on all machines"
         )
-    doors: list[socket.socket] = []
+    trial: list[socket.socket] = []
     try:
-        doors.append(_listen(own, ports(job.ports), f"`--ports` {job.ports or 'any'}"))
-        card |= {"address": own, "at": address, "port": doors[0].getsockname()[1]}
-        doors += _open_trial(own, card)
+        card |= {"address": own, "at": address}
+        trial += _open_trial(own, card)
         link.tell("card", card)
         # Machine 0 has begun to wait before this one came to it.
         seconds = job.meeting_timeout + _LATE_SECONDS + 2 * _PROBE_SECONDS
@@ -353,12 +327,11 @@ def _guest(job: JobSettings, card: Card, end: float) -> Meeting:
             raise DistributedError(link.fault or lost)
     except BaseException:
         link.close()
-        doors[0].close()
         raise
     finally:
-        for one in doors[1:]:
+        for one in trial:
             one.close()
-    return Meeting(machine, cards, address, (), link, doors[0])
+    return Meeting(machine, cards, address, (), link)
 
 
 def _listen(host: str, allowed: Iterable[int], setting: str) -> socket.socket:
@@ -381,22 +354,19 @@ def _open_trial(host: str, card: Card) -> list[socket.socket]:
 
 
 def probe(machine: int, cards: Sequence[Card]) -> str:
-    """Return why a machine cannot connect to others, at the ports of launchers or of gloo."""
+    """Return why a machine cannot connect to others, at ports where gloo may listen."""
     names = [f"machine {number} ({card['host']})" for number, card in enumerate(cards)]
     for step in range(1, min(len(cards), _MOST_PROBED + 1)):
         other = (machine + step) % len(cards)
         card, name = cards[other], names[other]
-        for port in (card["port"], *card["trial"]):
+        for port in card["trial"]:
             try:
                 reach(card["address"], port, _PROBE_SECONDS, name)
             except DistributedError as error:
-                if port == card["port"]:
-                    return f"{names[machine]} is cut off: {error}"
                 return (
-                    f"{names[machine]} reaches {name} at port {card['port']}, but not at {port}, "
-                    f"and gloo, as torch's other back ends, listens at any of {card['range']} "
-                    "there, whatever `--ports` says. Open these ports between all machines, or "
-                    "name open ones on each, as root: "
+                    f"{names[machine]} is cut off from {name}: {error}. Gloo, as torch's other "
+                    f"back ends, listens at any port of {card['range']} there, whatever `--ports` "
+                    "says. Open these between all machines, or name open ones on each, as root: "
                     '`sysctl -w net.ipv4.ip_local_port_range="FIRST LAST"`'
                 )
     return ""

@@ -1,6 +1,5 @@
 """The way to another machine: by which interface, and what is wrong if nobody answers."""
 
-import errno
 import math
 import platform
 import socket
@@ -13,7 +12,6 @@ from pathlib import Path
 from trainkit.errors import DistributedError
 
 _MACHINE_0 = "`main_process_ip`"  # what it is called in sentences: as the user has named it
-_NO_WAY = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
 _PAUSE = 0.25  # seconds between two attempts
 _ATTEMPT_SECONDS = 5.0
 _RTM_GETROUTE, _NLM_F_REQUEST, _RTA_DST, _RTA_OIF = 26, 1, 1, 4
@@ -98,46 +96,15 @@ def reach(host: str, port: int, seconds: float, name: str = _MACHINE_0) -> tuple
     """
     end = time.monotonic() + seconds
     while True:
-        try:
-            return _connect(host, port, end)
-        except OSError as error:
-            if time.monotonic() + _PAUSE > end:
-                wrong = _in_words(host, port, error, name)
-                raise DistributedError(f"{wrong} (tried for {math.ceil(seconds)} s)") from None
-        time.sleep(_PAUSE)
-
-
-def _connect(host: str, port: int, end: float) -> tuple[str, str]:
-    failure = OSError("no address")
-    for address in addresses_of(host, port):
         left = max(_PAUSE, min(_ATTEMPT_SECONDS, end - time.monotonic()))
         try:
-            with socket.create_connection((address, port), timeout=left) as connection:
-                return address, str(connection.getsockname()[0])
+            with socket.create_connection((host, port), left) as connection:
+                return str(connection.getpeername()[0]), str(connection.getsockname()[0])
         except OSError as error:
-            # Of several addresses the one where somebody answers tells most.
-            failure = failure if failure.errno and error.errno in _NO_WAY else error
-    raise failure
-
-
-def _in_words(host: str, port: int, error: OSError, name: str) -> str:
-    place = f"port {port} of {name} {host}"
-    if isinstance(error, socket.gaierror):
-        return (
-            f"the name {host} ({name}) is unknown: {error.strerror}. Pass an address, or "
-            "enter the name in DNS or in /etc/hosts"
-        )
-    if isinstance(error, ConnectionRefusedError) and name == _MACHINE_0:
-        return (
-            f"nobody listens at {place}: the launcher of machine 0 is not there, or that is not "
-            "its address, as seen from here. Start it, with the same `--main_process_ip` and "
-            "`--main_process_port`"
-        )
-    if isinstance(error, TimeoutError):
-        return (
-            f"{place} does not answer: a firewall drops what is sent there, or no machine has this "
-            "address. Allow TCP connections between the machines"
-        )
-    if error.errno in _NO_WAY:
-        return f"there is no way to {place}: {error.strerror}. Check the network of both machines"
-    return f"{place} cannot be reached: {error}"
+            if time.monotonic() + _PAUSE > end:
+                raise DistributedError(
+                    f"port {port} of {name} {host} cannot be reached: {error.strerror or error} "
+                    f"(tried for {math.ceil(seconds)} s). Check that name or address, that the "
+                    "launcher of that machine runs, and that no firewall drops connections"
+                ) from None
+        time.sleep(_PAUSE)
