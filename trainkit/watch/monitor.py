@@ -147,12 +147,11 @@ class WatchThread:
                 self._blame(_lost(rank, message))
             if this.rank and this.links.parent is None and self._cause is None:
                 self._say_done("ended with process 0")  # which passes nothing on any more
-        elif kind == "where?":
-            if this.rank in message.get("ranks", [this.rank]):
-                this.send({**this.place(), "stack": "", "kind": "place", "to": 0})
-        else:
-            self._inquiry.on_message(rank, message, time.monotonic())
+        elif kind == "where?" and this.rank in message.get("ranks", [this.rank]):
+            shown = {} if message.get("all") else {"stack": ""}
+            this.send({**this.place(), **shown, "kind": "place", "to": 0})
         if message.get("to", this.rank) == this.rank:  # else it only goes on from here
+            self._inquiry.on_message(rank, message, time.monotonic())
             self.callers.on_message(rank, message)
             self._crossed.on_message(rank, message)
 
@@ -176,10 +175,11 @@ class WatchThread:
             if now - self.failing_since > timing.CLEAN_UP:
                 text = f"did not end in {timing.CLEAN_UP:g} s after its own error"
                 self._leave(EXIT_FAILED, "left", text, None, secondary=True)
-        elif inquiry.is_open and (inquiry.verdict or self._cause is None):
-            inquiry.look(now)
-            if inquiry.verdict is not None and not self._this.unsent:
+        elif inquiry.verdict is not None:
+            if not self._this.unsent:
                 self._end_stall(inquiry.verdict)
+        elif inquiry.is_open and self._cause is None:
+            inquiry.look(now)
         elif self._cause is not None:
             self._obey(self._cause, now)
         elif (

@@ -51,19 +51,19 @@ class Inquiry:
         return self._began is not None
 
     def begin(self, now: float) -> None:
-        """Say that the job stands still, as this process has found."""
+        """Say that the job stands still, as this process has found; process 0 asks who is where."""
         if self._began is None:
-            self._this.send({"kind": "stalled", "to": 0} if self._this.rank else {"kind": "state?"})
-            self._join(now)
+            this, self._began, self._heard = self._this, now, now
+            self.states[this.rank] = this.place()
+            asked = {"kind": "stalled", "to": 0} if this.rank else {"kind": "where?", "all": True}
+            this.send(asked)
 
     def on_message(self, rank: int, message: Message, now: float) -> None:
         """Take in what another process says."""
         match message["kind"]:
             case "stalled" if self._this.rank == 0:
                 self.begin(now)
-            case "state?" if self._began is None:
-                self._join(now)
-            case "state":
+            case "place" if self.is_open and message["stack"]:  # else it was asked before
                 self.states[rank] = message
             case "verdict":
                 told = message["text"], message["process"], tuple(message["frozen"])
@@ -95,12 +95,6 @@ class Inquiry:
         blamed = () if self.verdict is None else self.verdict.frozen
         members = (line.member for line in self._this.links.lines if line.rank in blamed)
         return [member for member in members if member and member.is_here()]
-
-    def _join(self, now: float) -> None:
-        """Say where this process is; from now on there is a verdict to wait for."""
-        self._began = self._heard = now
-        self.states[self._this.rank] = self._this.place()
-        self._this.send({**self.states[self._this.rank], "kind": "state", "to": 0})
 
     def _decide(self, verdict: Verdict) -> None:
         self.verdict = verdict
