@@ -3,7 +3,7 @@
 A key that is off, or empty, says nothing and is accepted: `accelerate config` writes many such.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from trainkit.basics.launch_environment import SHARDING_STRATEGIES, WRAPPING, sharding_strategy
 from trainkit.basics.parsing import boolean, nearest, one_of
@@ -15,69 +15,26 @@ NULL = ("", "null", "~")
 
 _OFF = (*NULL, "no", "false", "none", "off", "0")
 
-_UNKNOWN_TO_US = {
-    # Either way the address of machine 0 is used, GPUs are those that torch has, and after a
-    # failure there is one report. Under fp8 FSDP gathers in bf16, and what must be padded is.
-    # Machines meet in one way.
-    "": """deepspeed_multinode_launcher fp8_enable_fsdp_float8_all_gather fp8_pad_inner_dim
-        no_tpu_cluster quiet same_network use_xpu""",
-    "hosts of DeepSpeed's launcher; start `trainkit launch` on each machine": """
-        deepspeed_exclusion_filter deepspeed_hostfile deepspeed_inclusion_filter
-    """,
-    "offload of DeepSpeed; use `--use_fsdp --fsdp_offload_params true`": """
-        offload_optimizer_device offload_optimizer_nvme_path offload_param_device
-        offload_param_nvme_path
-    """,
-    "ZeRO-3; use `--use_fsdp`, which shares out the same": """
-        deepspeed_moe_layer_cls_names zero3_init_flag zero3_save_16bit_model
-    """,
-    "Intel's extension of torch": "ipex_config",
-    "Megatron-LM": """
-        megatron_lm_attention_backend megatron_lm_attention_dropout
-        megatron_lm_attention_softmax_in_fp32 megatron_lm_calculate_per_token_loss
-        megatron_lm_config megatron_lm_context_parallel_size
-        megatron_lm_decoder_last_pipeline_num_layers megatron_lm_eod_mask_loss
-        megatron_lm_expert_model_parallel_size megatron_lm_expert_tensor_parallel_size
-        megatron_lm_gradient_clipping megatron_lm_hidden_dropout megatron_lm_no_load_optim
-        megatron_lm_no_save_optim megatron_lm_num_micro_batches megatron_lm_optimizer_cpu_offload
-        megatron_lm_overlap_cpu_optimizer_d2h_h2d megatron_lm_pp_degree
-        megatron_lm_recompute_activations megatron_lm_recompute_granularity
-        megatron_lm_recompute_method megatron_lm_recompute_num_layers
-        megatron_lm_sequence_parallelism megatron_lm_tp_degree megatron_lm_use_custom_fsdp
-        megatron_lm_use_distributed_optimizer megatron_lm_use_precision_aware_optimizer
-        megatron_lm_use_rotary_position_embeddings use_megatron_lm
-    """,
-    "SageMaker": "aws_access_key_id aws_secret_access_key compute_environment",
-    "TPU pods": "command_file commands env vm",
-    "TPUs": """
-        downcast_bf16 tpu tpu_cluster tpu_env tpu_name tpu_use_cluster tpu_use_sudo tpu_vm tpu_zone
-    """,
-    "a function to start: the whole script is run": "main_training_function",
-    "binding of processes to cores; use `numactl`": "enable_cpu_affinity",
-    "fp8 by Transformer Engine or MS-AMP, not by torchao (`fp8_backend: AO`)": """
-        fp8_amax_compute_algo fp8_amax_history_len fp8_backend fp8_config fp8_format fp8_interval
-        fp8_margin fp8_opt_level fp8_override_linear_precision fp8_use_autocast_during_eval
-    """,
-    "mpirun; it starts the processes itself": "mpirun_config mpirun_hostfile",
-    "tensor, context and sequence parallelism": """
-        parallelism_config_cp_backend parallelism_config_cp_comm_strategy
-        parallelism_config_cp_size parallelism_config_sp_attn_implementation
-        parallelism_config_sp_backend parallelism_config_sp_seq_length
-        parallelism_config_sp_seq_length_is_variable parallelism_config_sp_size
-        parallelism_config_tp_size
-    """,
-}
+NO_EFFECT = (
+    *("deepspeed_multinode_launcher", "fp8_enable_fsdp_float8_all_gather", "fp8_pad_inner_dim"),
+    *("no_tpu_cluster", "quiet", "same_network", "use_xpu"),
+)
+"""Known keys of files and options of `accelerate launch` that change nothing.
 
-KEYS = {key: what for what, keys in _UNKNOWN_TO_US.items() for key in keys.split()}
-"""Known keys of files and options of `accelerate launch`, with what they would switch on."""
+Either way the address of machine 0 is used, machines meet in one way, GPUs are those that torch
+has, and after a failure there is one report. Under fp8 FSDP gathers in bf16, and what must be
+padded is.
+"""
 
 GPUS_OF_OTHERS = ("MULTI_NPU", "MULTI_XPU")
 """Values of `distributed_type` that mean MULTI_GPU."""
 
-_HARMLESS = {
+HARMLESS = {
     "compute_environment": "local_machine",
     "fp8_backend": "ao",
     "main_training_function": "main",
+    **dict.fromkeys(["offload_optimizer_device", "offload_param_device"], "none"),
+    **dict.fromkeys(["zero3_init_flag", "zero3_save_16bit_model"], "false"),
     **dict.fromkeys([f"parallelism_config_{axis}_size" for axis in ("cp", "sp", "tp")], "1"),
     "parallelism_config_cp_backend": "torch",
     "parallelism_config_cp_comm_strategy": "allgather",
@@ -85,17 +42,20 @@ _HARMLESS = {
     "parallelism_config_sp_backend": "deepspeed",
     "parallelism_config_sp_seq_length_is_variable": "true",
 }
+"""The values of others that change nothing, as they ask for what there is."""
 
 
-def check(key: str, value: object, place: str) -> None:
-    """Raise ConfigError if a key of `KEYS` switches on what trainkit does not drive."""
-    what = KEYS.get(key, "what is unknown")
+def check(key: str, value: object, place: str, known: Iterable[str]) -> None:
+    """Raise ConfigError if a key that is none of the `known` ones switches something on."""
     if key == "fp8_config" and isinstance(value, dict):
         for name, each in value.items():
-            check(f"fp8_{str(name).removeprefix('fp8_')}", each, place)
-    elif what and str(value).lower() != _HARMLESS.get(key) and not _is_off(value):
+            check(f"fp8_{str(name).removeprefix('fp8_')}", each, place, ())
+        return
+    is_harmless = key in HARMLESS and str(value).lower() == HARMLESS[key]
+    if not (key in NO_EFFECT or is_harmless or _is_off(value)):
         raise ConfigError(
-            f"`{key}` ({place}) asks for {what}: trainkit does not drive it. Leave it out."
+            f"`{key}` ({place}) is no known key.{nearest(key, known)} If it is one of "
+            "Accelerate's, it asks for what trainkit does not drive: leave it out."
         )
 
 
@@ -209,8 +169,8 @@ def section(name: str, value: object, place: str) -> dict[str, str]:
         full = full if name != "deepspeed_config" else str(key)
         if full == "gradient_accumulation_steps":
             result["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = str(each)
-        elif full in KEYS and name in ("deepspeed_config", "parallelism_config"):
-            check(full, each, place)
+        elif full not in PARTS and name in ("deepspeed_config", "parallelism_config"):
+            check(full, each, place, PARTS)
         elif full in PARTS and each not in NULL:
             result |= part(full, each, place)
         elif full not in PARTS and full != "fsdp_backward_prefetch_policy":

@@ -73,11 +73,11 @@ def read(path: Path) -> ConfigFile:
             result.variables |= accelerate_keys.section(key, value, place)
         elif key == "dynamo_backend":  # before `dynamo_config` came
             result.variables |= accelerate_keys.part(key, value, place)
-        elif key in accelerate_keys.KEYS:
-            accelerate_keys.check(key, value, place)
-        else:
-            known = [*SETTINGS, *accelerate_keys.KEYS, *accelerate_keys.SECTIONS]
-            raise ConfigError(f"`{key}` ({place}) is no known key.{nearest(key, known)}")
+        elif key not in accelerate_keys.NO_EFFECT:
+            known = [*SETTINGS, *accelerate_keys.SECTIONS]
+            if hint := nearest(key, SETTINGS):
+                raise ConfigError(f"`{key}` ({place}) is no known key.{hint}")
+            accelerate_keys.check(key, value, place, known)
     if result.values.get("distributed_type") == "MULTI_CPU":
         result.values.setdefault("use_cpu", True)
         result.lines.setdefault("use_cpu", result.lines["distributed_type"])

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from typing_extensions import override
-
 from trainkit.basics import starters
 from trainkit.errors import ConfigError
 from trainkit.launch import accelerate_keys, config_file
@@ -54,9 +52,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     for key in accelerate_keys.PARTS:
         how = _SWITCH if key.startswith(("dynamo_use_", "use_")) else {"metavar": "WORD"}
         _add(parser, f"--{key}", dest=key, help="as in a file of accelerate", **how)
-    for key, what in accelerate_keys.KEYS.items():
-        how = {"action": _NotDriven, "nargs": "?", "const": "on"} if what else _SWITCH
-        _add(parser, f"--{key}", dest=key, help=None, **how)
+    for key in accelerate_keys.NO_EFFECT:
+        _add(parser, f"--{key}", dest=key, help=None, **_SWITCH)
+    for key, word in accelerate_keys.HARMLESS.items():
+        _add(parser, f"--{key}", dest=key, help=None, type=str.lower, choices=(word,))
 
 
 def _add_setting(parser: argparse.ArgumentParser, setting: Setting) -> None:
@@ -80,17 +79,6 @@ def _add(parser: argparse.ArgumentParser, *names: str, help: str | None, **argum
         parser.add_argument(*shown, help=help, default=None, **arguments)
     if hidden:
         parser.add_argument(*hidden, help=argparse.SUPPRESS, default=None, **arguments)
-
-
-class _NotDriven(argparse.Action):
-    """Refuses what trainkit does not drive, unless it is off."""
-
-    @override
-    def __call__(self, parser: Any, options: Any, values: Any, name: str | None = None) -> None:
-        try:
-            accelerate_keys.check(self.dest, values, "on the command line")
-        except ConfigError as error:
-            parser.error(str(error))
 
 
 def parts(options: argparse.Namespace) -> dict[str, str]:
