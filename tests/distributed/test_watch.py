@@ -353,7 +353,6 @@ def test_loops_of_the_users_own_are_watched(kind: str, tmp_path: Path) -> None:
     assert errors[1].count("Traceback (most recent call last)") == 1
     assert "process 1 of 2" in text
     assert "KeyError: 'mine'" in text
-    assert "Because of it also ended: process 0." in text
     assert "leaves because process 1 failed: KeyError: 'mine'" in errors[0]
     assert "Traceback" not in errors[0]
 
@@ -467,7 +466,6 @@ def test_the_first_report_is_the_earliest_that_tells_the_cause(tmp_path: Path) -
     text = failure.show(tmp_path)
     assert text is not None
     assert "the first" in text
-    assert "Because of it also ended: process 0." in text
     assert "Failed by itself too: process 2." in text
     assert str(first[0]) in text
 
@@ -488,7 +486,6 @@ def test_what_another_process_failed_by_itself_is_not_put_down_to_the_first(
     text = failure.show(tmp_path)
     assert text is not None
     assert "Failed by itself too: process 1." in text
-    assert "Because of it" not in text
 
 
 def test_one_process_alone_hears_nothing_of_others() -> None:

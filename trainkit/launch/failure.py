@@ -5,7 +5,7 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from trainkit.launch.supervisor import Outcome
 
 _GATHER_SECONDS = 45.0  # in which machines end their processes, and say how
-_LONGEST_STORY = 200_000  # characters of reports
+_LONGEST_REPORT = 200_000  # characters that travel
 
 
 def explain(outcome: "Outcome", meeting: "Meeting") -> bool:
@@ -38,8 +38,9 @@ def explain(outcome: "Outcome", meeting: "Meeting") -> bool:
         put(f"trainkit: {cause} (the report is on {link.name(0)})", file=sys.stderr)
         return False
     for machine, story in stories.items():
-        if machine != meeting.machine:
-            _keep(story["reports"], outcome.reports)
+        if machine != meeting.machine and story["report"] is not None:
+            with suppress(OSError, TypeError):
+                Report(**story["report"]).write(outcome.reports)
     badly = {int(rank): text for each in stories.values() for rank, text in each["badly"].items()}
     well = {int(rank): text for each in stories.values() for rank, text in each["well"].items()}
     text = show(outcome.reports, well | badly)
@@ -73,37 +74,22 @@ def show(folder: Path | str, endings: Mapping[int, str] | None = None) -> str | 
     process = report.process
     if process is not None and process != report.reporter and process in endings:
         parts.append(f"Process {process} {endings[process]}.")
-    others = {r.reporter: r.secondary for _, r in found if r.reporter != report.reporter}
-    for words, secondary in (("Because of it also ended", True), ("Failed by itself too", False)):
-        ranks = [str(rank) for rank in sorted(others) if others[rank] == secondary]
-        if ranks:
-            parts.append(f"{words}: process {', '.join(ranks)}.")
+    others = [r.reporter for _, r in found if not (r.secondary or r.reporter == report.reporter)]
+    if others:
+        parts.append(f"Failed by itself too: process {', '.join(map(str, sorted(others)))}.")
     return "\n".join([*parts, f"report: {path}"])
 
 
 def _story(outcome: "Outcome") -> dict[str, Any]:
-    """Return how the processes of this machine ended; of those that only followed, few words."""
-    found = [report for _, report in reports.read_all(outcome.reports)]
-    told: list[dict[str, Any]] = []
-    for report in sorted(found, key=lambda each: each.secondary):
-        short = replace(report, error={}, memory={}, states={}) if report.secondary else report
-        told.append(asdict(short))
-    while told and len(json.dumps(told)) > _LONGEST_STORY:
-        told.pop()
+    """Return how the processes of this machine ended, with the report that tells the cause."""
+    first = reports.first_of(reports.read_all(outcome.reports))
+    told = None if first is None else asdict(first[1])
     well, badly = outcome.endings, outcome.failures
     return {
         "well": {str(rank): text for rank, text in well.items()},
         "badly": {str(rank): text for rank, text in badly.items()},
-        "reports": told,
+        "report": told if len(json.dumps(told)) < _LONGEST_REPORT else None,
     }
-
-
-def _keep(told: list[dict[str, Any]], folder: Path) -> None:
-    """Write the reports of another machine beside those of this one."""
-    known = {entry.name for entry in fields(Report)}
-    for each in told:
-        with suppress(OSError, TypeError):
-            Report(**{name: value for name, value in each.items() if name in known}).write(folder)
 
 
 def _job_report(folder: Path, failures: Mapping[int, str], meeting: "Meeting") -> dict[str, Any]:
