@@ -32,7 +32,7 @@ def explain(outcome: "Outcome", meeting: "Meeting") -> bool:
     was_asked = outcome.was_asked and not outcome.failures and meeting.size == 1
     if outcome.code == 0 or was_asked:
         return False
-    stories = link.gather(_story(outcome), _GATHER_SECONDS)
+    stories = link.gather(_story(outcome, meeting), _GATHER_SECONDS)
     if stories is None:
         cause = "the job has failed" if link.end is None else link.end.cause
         put(f"trainkit: {cause} (the report is on {link.name(0)})", file=sys.stderr)
@@ -52,7 +52,8 @@ def explain(outcome: "Outcome", meeting: "Meeting") -> bool:
     if meeting.size > 1:
         cause = str(job["cause"])
         headline = cause if cause.startswith("machine ") else f"{job['where']}: {cause}"
-        lines = [f"trainkit: {headline}", *lines]
+        cut_off = {each["cut_off"] for each in stories.values()} - {""}
+        lines = [*(f"trainkit: {each}" for each in (headline, *sorted(cut_off))), *lines]
     put("\n".join(lines or [f"trainkit: {job['cause']}"]), file=sys.stderr)
     return True
 
@@ -80,7 +81,7 @@ def show(folder: Path | str, endings: Mapping[int, str] | None = None) -> str | 
     return "\n".join([*parts, f"report: {path}"])
 
 
-def _story(outcome: "Outcome") -> dict[str, Any]:
+def _story(outcome: "Outcome", meeting: "Meeting") -> dict[str, Any]:
     """Return how the processes of this machine ended, with the report that tells the cause."""
     first = reports.first_of(reports.read_all(outcome.reports))
     told = None if first is None else asdict(first[1])
@@ -89,6 +90,7 @@ def _story(outcome: "Outcome") -> dict[str, Any]:
         "well": {str(rank): text for rank, text in well.items()},
         "badly": {str(rank): text for rank, text in badly.items()},
         "report": told if len(json.dumps(told)) < _LONGEST_REPORT else None,
+        "cut_off": meeting.cut_off(),
     }
 
 

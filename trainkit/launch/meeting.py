@@ -125,6 +125,23 @@ class Meeting:
             return None
         return next((rank for rank in left if not store.check([f"trainkit/joined/{rank}"])), None)
 
+    def cut_off(self) -> str:
+        """Return which machine this one cannot reach any more; empty where there is none.
+
+        At a port of the trial, which is open, the machine answers, though nobody listens.
+        """
+        for card in self.cards[:_MOST_PROBED] if self.size > 1 else ():
+            place = card["address"], card["trial"][0]
+            try:
+                socket.create_connection(place, _PROBE_SECONDS / 2).close()
+            except ConnectionRefusedError:
+                continue
+            except OSError:
+                return (
+                    f"{self.link.name(self.machine)} cannot reach {self.link.name(card['machine'])}"
+                )
+        return ""
+
     def shut(self) -> None:
         """Let nobody in any more."""
 
