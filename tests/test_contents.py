@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 from torch.utils.data import DataLoader
 
-from tests.helpers.callbacks import Counting
+from tests.helpers.callbacks import Counting, OfOneRun
 from tests.helpers.ranks import run_ranks
 from tests.helpers.toys import toy_dataset, toy_model
 from trainkit import Callback, CheckpointError, Run, StepOutput, Trainer
@@ -54,7 +54,7 @@ def draws() -> tuple[float, ...]:
     return drawn
 
 
-class Witness(Callback):
+class Witness(OfOneRun):
     """Notes facts when a checkpoint is saved or loaded, and the draws at each step."""
 
     def __init__(self, counting: Counting, die_at: int | None) -> None:
@@ -243,7 +243,7 @@ def test_the_result_names_the_last_checkpoint(tmp_path: Path) -> None:
 
 
 def test_a_skipped_window_is_not_read_again(tmp_path: Path) -> None:
-    class Skipping(Callback):
+    class Skipping(OfOneRun):
         def __init__(self) -> None:
             self.seen: list[Tensor] = []
 

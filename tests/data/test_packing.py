@@ -15,7 +15,7 @@ from torch.optim import SGD
 from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
-from tests.helpers.callbacks import StopsAt
+from tests.helpers.callbacks import OfOneRun, StopsAt
 from tests.helpers.needs import needs_transformers
 from tests.helpers.ranks import run_ranks
 from trainkit import ConfigError, DataError, StepOutput, Trainer
@@ -304,7 +304,7 @@ def test_batches_of_similar_length_follow_from_seed_and_epoch_alone() -> None:
         assert sum(spread) / len(spread) < 2  # of 14; at random it would be 12
 
 
-class Steps(Callback):
+class Steps(OfOneRun):
     """Keeps which items each step had, in their order."""
 
     def __init__(self) -> None:

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.data import DataLoader, Dataset
 
+from tests.helpers.callbacks import OfOneRun
 from tests.helpers.ranks import RanksError, run_ranks
 from tests.helpers.tiers import with_few
 from tests.helpers.toys import toy_dataset, toy_loaders, toy_model
@@ -118,7 +119,7 @@ class Heads(Trainer):
         return {name: AdamW(part.parameters(), lr=0.01) for name, part in parts.items()}
 
 
-class Notes(Callback):
+class Notes(OfOneRun):
     """Keeps what each step read here, and what was logged."""
 
     def __init__(self) -> None:

@@ -16,6 +16,13 @@ class Action:
         return self.call(*given)
 
 
+class OfOneRun(Callback):
+    """Begins anew at a resume: what it keeps is of the run that it sees."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+
 class On(Callback):
     """Calls `action` whenever `hook` comes, with what the hook gets after the run.
 
@@ -87,7 +94,7 @@ class Counting(Counts):
         self.steps = state["steps"]
 
 
-class Logged(Callback):
+class Logged(OfOneRun):
     """Keeps what is logged under names that begin so, by the step."""
 
     def __init__(self, prefix: str) -> None:
@@ -98,7 +105,7 @@ class Logged(Callback):
         self.seen[run.state.step] = {n: v for n, v in values.items() if n.startswith(self.prefix)}
 
 
-class Rates(Callback):
+class Rates(OfOneRun):
     """Keeps the learning rate of every step."""
 
     def __init__(self) -> None:

@@ -14,7 +14,7 @@ from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Dataset
 
-from tests.helpers.callbacks import Rates
+from tests.helpers.callbacks import OfOneRun, Rates
 from tests.helpers.ranks import RanksError, run_ranks
 from tests.helpers.tiers import with_few
 from trainkit import Callback, CheckpointError, ConfigError, Run, Trainer
@@ -62,7 +62,7 @@ class Ema:
         return self.average or [p.detach().clone() for p in self.module.parameters()]
 
 
-class Journal(Callback):
+class Journal(OfOneRun):
     """Keeps what was seen; ends the process at a step, as a kill would."""
 
     def __init__(self, ema: Ema, die_at: int | None) -> None:

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from tests.data import streams
+from tests.helpers.callbacks import OfOneRun
 from tests.helpers.ranks import RanksError, run_ranks
 from tests.helpers.tiers import with_few
-from trainkit import Accelerator, Callback, Run, Trainer, set_seed
+from trainkit import Accelerator, Run, Trainer, set_seed
 from trainkit.callbacks import Checkpoint
 from trainkit.data import presharded
 from trainkit.data.batch_sources import Presharded
@@ -33,7 +34,7 @@ class Killed(Exception):
     """What ends a run here."""
 
 
-class Journal(Callback):
+class Journal(OfOneRun):
     """Keeps which samples were trained on; ends the run after a window, perhaps."""
 
     def __init__(self, kill_at: int | None = None) -> None:

@@ -1,5 +1,6 @@
 """Limits on the batches of an epoch: the first of its order, and all that is planned follows."""
 
+from tests.helpers.callbacks import OfOneRun
 from tests.helpers.callbacks import StopsAt
 from collections.abc import Callable
 from functools import partial
@@ -20,7 +21,7 @@ from trainkit import Callback, CheckpointError, ConfigError, Run, StepResult, Tr
 from trainkit.callbacks import Checkpoint, Evaluation
 
 
-class Seen(Callback):
+class Seen(OfOneRun):
     """Keeps the first number of each sample by step, and the rates."""
 
     def __init__(self) -> None:

@@ -13,6 +13,7 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Dataset
 
+from tests.helpers.callbacks import OfOneRun
 from tests.helpers.ranks import RanksError, run_ranks
 from tests.helpers.tiers import with_few
 from trainkit import Callback, CheckpointError, Run, Trainer
@@ -81,7 +82,7 @@ class Average:
         return self.values or {n: p.detach().clone() for n, p in self.module.named_parameters()}
 
 
-class Losses(Callback):
+class Losses(OfOneRun):
     """Keeps the losses, and the whole state as it is at a step."""
 
     def __init__(self, average: Average) -> None:

@@ -143,7 +143,7 @@ class Callback:
     def state_dict(self) -> dict[str, Any]:
         """Return what must survive a restart.
 
-        Without it attributes come back by themselves, but for lists, dicts and sets.
+        Without it attributes come back by themselves.
         """
         return {}
 

@@ -60,7 +60,7 @@ Entries = dict[str, dict[str, Any]]
 """What was saved, by owner and attribute."""
 
 _OF_DATA = (list, tuple, dict, set, deque)  # they tell what was read, or are the data
-_RECORDS = (list, dict, set)  # in which a callback notes what it has seen
+_RECORDS = (list, dict, set)  # a callback may note in these what it has seen
 _STEP = "training_step"
 _CALLBACK = "callbacks["  # before its name
 _GENERATOR = "generator "  # before the number of one that is found in a data set
@@ -77,8 +77,8 @@ class Attributes:
     Of modules, loss functions and trainers these are values that a checkpoint holds, and
     generators; of data sets and collate functions the same without containers, and small tensors;
     of samplers numbers, tensors and short lists; of callbacks without a `state_dict` of the user's
-    all but lists, dicts and sets, in which they record, if these are not tensors like those of the
-    model. A function has what it reads from outside (`Outside`); an object of a user's class that
+    all, but small tensors in lists, dicts and sets, if they are not like those of the model. A
+    function has what it reads from outside (`Outside`); an object of a user's class that
     one of these holds has its attributes, an optimizer that a step uses by itself its `state_dict`.
     What a graph has made, such as a hidden state with which the next step goes on, comes back
     without it. Left alone is what shares memory with a parameter or buffer.
@@ -307,9 +307,9 @@ class Attributes:
         kind, why = type(value), ""
         if was_held and issubclass(kind, list | dict | set | deque):
             why = (
-                "has become what no checkpoint holds: it is too large or deep, has other things "
-                "than numbers, text and tensors in it, or is a callback's, in which it records. A "
-                "resume begins with what is given to it."
+                "has become what no checkpoint holds: it is too large or deep (a callback's may "
+                "have 1 MiB of tensors), or has other things than numbers, text and tensors in it. "
+                "A resume begins with what is given to it."
             )
         is_read = hasattr(kind, "__next__") and not issubclass(kind, IOBase)
         if is_read and not name.startswith("data"):
@@ -371,14 +371,14 @@ class Attributes:
             values, marks = values_of(owner), dict[str, Mark | None]()
             is_data = name.startswith("data") and not name.endswith("sampler")
             is_callback = name.startswith(_CALLBACK) and not has_state(owner)
-            left: tuple[type, ...] = _OF_DATA if is_data else _RECORDS if is_callback else ()
+            left: tuple[type, ...] = _OF_DATA if is_data else ()
             for key, value in values.items():
                 if id(value) in self._now:
                     marks[key] = Mark(self._now[id(value)])
-                elif is_callback and is_like(value, held):
-                    marks[key] = mark_of(value, memory)
                 elif not (issubclass(type(value), left) or (is_data and is_generator(value))):
-                    most = _LARGEST if is_data else math.inf
+                    is_record = is_callback and isinstance(value, _RECORDS)
+                    is_small = is_data or (is_record and not is_like(value, held))
+                    most = _LARGEST if is_small else math.inf
                     marks[key] = mark_of(value, memory, most, self._names)
             if name in ("trainer", _STEP):
                 marks.pop("planned_steps", None)  # which each `fit` sets anew
