@@ -13,12 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import ExponentialLR, LRScheduler, StepLR
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from tests.helpers.callbacks import StopsAt
 from tests.helpers.toys import FEATURES, fit, toy_dataset
 from trainkit import Callback, Run, StepResult, Trainer
-from trainkit.callbacks import Checkpoint
+from trainkit.callbacks import Checkpoint, Evaluation
+from trainkit.metrics import Metric
 
 STEPS, CUT = 12, 5
 
@@ -150,6 +151,77 @@ def test_what_functions_of_a_callback_read_from_outside_comes_back(
 ) -> None:
     whole, _ = _train(tmp_path / "a", callbacks=_of_a_script)
     assert _train(tmp_path / "b", cut, callbacks=_of_a_script)[0] == whole
+
+
+best_of_all = 0.0
+
+
+def best(predictions: Tensor, references: Tensor) -> float:
+    global best_of_all
+    best_of_all = max(best_of_all, (predictions == references).float().mean().item())
+    return best_of_all
+
+
+class Smoothed(Metric):
+    name = "smoothed"
+    keys = ("smoothed",)
+    higher_is_better = True
+
+    def __init__(self) -> None:
+        self.mean = 0.5
+
+    def reset(self) -> None:
+        self.values: list[float] = []
+
+    def update(self, predictions: Tensor, references: Tensor) -> None:
+        self.values.append((predictions == references).float().mean().item())
+
+    def compute(self) -> dict[str, float]:
+        self.mean += 0.1 * (self.values[-1] - self.mean)
+        return {"smoothed": self.mean}
+
+
+class Options(Dataset[Any]):
+    """Has settings in a dict, which a callback changes."""
+
+    def __init__(self) -> None:
+        self.inner, self.options = toy_dataset(), {"scale": 1.0}
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __getitem__(self, index: int) -> Any:
+        inputs, target = self.inner[index]
+        return inputs * self.options["scale"], target
+
+
+class Widens(Callback):
+    def __init__(self, data: Options) -> None:
+        self.data = data
+
+    def on_step_end(self, run: Run, result: StepResult) -> None:
+        self.data.options["scale"] *= 0.9
+
+
+@pytest.mark.parametrize("cut", [4, 8])
+def test_what_metrics_remember_and_options_of_data_come_back(cut: int, tmp_path: Path) -> None:
+    def train(folder: Path, steps: int, resume: str | None) -> Any:
+        global best_of_all
+        best_of_all = 0.0
+        torch.manual_seed(0)
+        data, model = Options(), nn.Linear(FEATURES, 2)
+        used = [Evaluation([best, Smoothed()], every_n_steps=2), Widens(data)]
+        trainer = Trainer(
+            max_steps=steps, output_dir=folder, callbacks=[*used, Checkpoint()], seed=1
+        )
+        loaders = DataLoader(data, 4, shuffle=True), DataLoader(toy_dataset(seed=2), 8)
+        about: dict[str, Any] = {"schedule": "keep"} if resume else {}
+        result = fit(trainer, loaders, model, resume=resume, **about)
+        return result.metrics, [p.tolist() for p in model.parameters()]
+
+    whole = train(tmp_path / "a", STEPS, None)
+    train(tmp_path / "b", cut, None)
+    assert train(tmp_path / "b", STEPS, "must") == whole
 
 
 class Around(Optimizer):

@@ -15,6 +15,7 @@ from typing_extensions import override
 
 _Place = CellType | dict[str, Any] | type
 _STANDARD = Path(os.__file__).parent
+_FUNCTIONS = (FunctionType, MethodType, partial)
 _MISSING = object()
 
 
@@ -74,7 +75,13 @@ class Outside(MutableMapping[str, Any]):
 
     @override
     def __delitem__(self, name: str) -> None:
-        raise NotImplementedError
+        place, own = self._places[name]
+        if isinstance(place, CellType):
+            del place.cell_contents
+        elif isinstance(place, type):
+            delattr(place, own)
+        else:
+            del place[own]
 
     @override
     def __iter__(self) -> Iterator[str]:
@@ -87,10 +94,11 @@ class Outside(MutableMapping[str, Any]):
 
 def outside_of(objects: Iterable[Any], known: Outside | None = None) -> Outside:
     """Return what the users' classes of objects hold, and what functions there and in them read."""
+    objects = [*objects]
     kinds = dict.fromkeys(map(type, objects))
     users = dict.fromkeys(above for kind in kinds for above in kind.__mro__ if is_users(above))
     values = [each for one in objects for each in getattr(one, "__dict__", {}).values()]
-    held = [each for each in values if issubclass(type(each), FunctionType | MethodType | partial)]
+    held = [each for each in (*objects, *values) if issubclass(type(each), _FUNCTIONS)]
     functions = [each for kind in kinds for each in functions_of(kind)]
     return Outside(*users, *functions, *held, known=known)
 

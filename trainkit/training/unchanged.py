@@ -1,14 +1,18 @@
 """Put back what a pass that counts for nothing leaves in modules and other objects."""
 
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from trainkit.basics.outside import Outside, outside_of
 from trainkit.basics.torch_internals import buffers_of
+from trainkit.training.resume.owners import has_state, is_owner
 
+_LARGEST = 1 << 20  # bytes of a tensor around functions: what is larger is data
 _MISSING = object()
 _HOOKS = {name for name in vars(nn.Module()) if "hooks" in name}  # one may remove itself
 
@@ -30,24 +34,30 @@ def kept_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
 def kept(*roots: object) -> Iterator[None]:
     """Put objects, and the modules that they hold, back into the state that they have now.
 
-    That is what their attributes are, and what is in those which are tensors, lists, sets or
-    dicts; and buffers. Parameters and deeper contents are left alone.
+    That is what their attributes are, what their functions read from outside, objects of a user's
+    classes in there, and what is in those which are tensors, lists, sets or dicts; and buffers.
+    Parameters and deeper contents are left alone.
     """
     owners = _owners(roots)
-    values = [v for owner in owners for name, v in vars(owner).items() if name not in _HOOKS]
-    names = [(each, dict(each)) for each in values if isinstance(each, dict)]
-    lists = [(each, list(each)) for each in values if isinstance(each, list)]
+    spaces = [_space(owner) for owner in owners]
+    values = [v for space in spaces for name, v in space.items() if name not in _HOOKS]
+    names = [(space, dict(space)) for space in spaces]
+    names += [(each, dict(each)) for each in values if isinstance(each, dict)]
+    lists = [(each, list(each)) for each in values if isinstance(each, list | deque)]
     sets = [(each, set(each)) for each in values if isinstance(each, set)]
-    names += [(vars(owner), dict(vars(owner))) for owner in owners]
     modules = [owner for owner in owners if isinstance(owner, nn.Module)]
-    with kept_buffers(modules), _kept_tensors(v for v in values if isinstance(v, Tensor)):
+    large = [v for each in owners if isinstance(each, Outside) for v in each.values()]
+    data = {id(v) for v in large if isinstance(v, nn.Parameter) or _is_data(v)}
+    tensors = [v for v in values if isinstance(v, Tensor) and id(v) not in data]
+    with kept_buffers(modules), _kept_tensors(tensors):
         try:
             yield
         finally:
             for now, before in names:
                 _restore(now, before)
             for items, entries in lists:
-                items[:] = entries
+                items.clear()
+                items.extend(entries)
             for members, entries_of_set in sets:
                 members.clear()
                 members.update(entries_of_set)
@@ -73,7 +83,11 @@ def _is_writable(tensor: Tensor) -> bool:
     )
 
 
-def _restore(now: dict[Any, Any], before: dict[Any, Any]) -> None:
+def _is_data(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.nbytes > _LARGEST
+
+
+def _restore(now: MutableMapping[Any, Any], before: dict[Any, Any]) -> None:
     """Let a dict hold what it held before; one that does is not touched, as compilers watch it."""
     for name in now.keys() - before.keys():
         del now[name]
@@ -83,16 +97,26 @@ def _restore(now: dict[Any, Any], before: dict[Any, Any]) -> None:
 
 
 def _owners(roots: Iterable[object]) -> list[Any]:
-    """Return the objects that have attributes, and the modules in these, each once."""
+    """Return the objects that have attributes, and what is in these, each once."""
     found: dict[int, Any] = {}
-    waiting = list(roots)
+    modules = (m for root in roots if isinstance(root, nn.Module) for m in root.modules())
+    waiting = [*roots, outside_of([*roots, *modules])]
     while waiting:
         owner = waiting.pop()
         if id(owner) in found or not hasattr(owner, "__dict__"):
             continue
         found[id(owner)] = owner
-        for value in vars(owner).values():
+        for value in [*_space(owner).values()]:
             members = value.values() if isinstance(value, dict) else value
             inside = members if isinstance(value, dict | list | tuple) else (value,)
-            waiting += [member for member in inside if isinstance(member, nn.Module)]
+            waiting += [each for each in inside if isinstance(each, nn.Module) or _is_object(each)]
     return list(found.values())
+
+
+def _space(owner: Any) -> MutableMapping[Any, Any]:
+    return owner if isinstance(owner, Outside) else vars(owner)
+
+
+def _is_object(value: Any) -> bool:
+    """Return whether a value is an object of a user's class."""
+    return is_owner(value) and not has_state(value)

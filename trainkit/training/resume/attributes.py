@@ -41,6 +41,7 @@ from trainkit.training.resume.owners import (
     copy_of,
     has_state,
     is_owner,
+    of_callbacks,
     values_of,
 )
 from trainkit.training.resume.values import (
@@ -52,6 +53,7 @@ from trainkit.training.resume.values import (
     is_holder,
     is_large_of_graph,
     is_like,
+    is_options,
     mark_of,
     put_back,
 )
@@ -114,22 +116,15 @@ class Attributes:
         self._drawn = DrawnOrder({n: o for n, o in others.items() if n.endswith("sampler")}, say)
 
     def watch(self, callbacks: Iterable[Any]) -> None:
-        """Look after callbacks of a user's classes, too, that have no state of their own.
-
-        What they read from outside, also in functions that they were given, may be changed there.
-        """
-        watched = list[Any]()
-        for each in callbacks:
-            # A `MainProcess` stands for the one inside.
-            found: Any = each if is_users(type(each)) else getattr(each, "callback", None)
-            saves = getattr(getattr(found, "state_dict", None), "__func__", None)
-            if saves is not None and is_users(type(found)) and not is_users(saves):
-                name = f"{_CALLBACK}{found.name}]"
-                inner = found.named_modules(prefix=name) if isinstance(found, nn.Module) else ()
-                self._others = {**self._others, name: found, **dict(inner)}
-                watched.append(found)
-        if watched:
-            self._others = {**self._others, "callbacks": outside_of(watched, self._others[_STEP])}
+        """Look after callbacks and metrics without a state, and what they read from outside."""
+        watched = of_callbacks(callbacks)
+        for key, each in watched.items():
+            if is_users(type(each)):
+                name = f"{_CALLBACK}{key}]"
+                inner = each.named_modules(prefix=name) if isinstance(each, nn.Module) else ()
+                self._others = {**self._others, name: each, **dict(inner)}
+        around = outside_of(watched.values(), self._others[_STEP])
+        self._others = {**self._others, "callbacks": around}
 
     def begin(
         self, device: torch.device, checkpoint: Path | None, draw: Callable[[], None]
@@ -371,10 +366,13 @@ class Attributes:
             values, marks = values_of(owner), dict[str, Mark | None]()
             is_data = name.startswith("data") and not name.endswith("sampler")
             is_callback = name.startswith(_CALLBACK) and not has_state(owner)
-            left: tuple[type, ...] = _OF_DATA if is_data else ()
+            is_filled = is_data or name.startswith(f"{_CALLBACK}metric ")  # anew each time
+            left: tuple[type, ...] = _OF_DATA if is_filled else ()
             for key, value in values.items():
                 if id(value) in self._now:
                     marks[key] = Mark(self._now[id(value)])
+                elif is_data and is_options(value):
+                    marks[key] = mark_of(value)
                 elif not (issubclass(type(value), left) or (is_data and is_generator(value))):
                     is_record = is_callback and isinstance(value, _RECORDS)
                     is_small = is_data or (is_record and not is_like(value, held))

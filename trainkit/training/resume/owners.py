@@ -21,6 +21,7 @@ from typing_extensions import override
 from trainkit.basics.outside import Outside, is_users
 from trainkit.basics.torch_internals import parameters_of
 from trainkit.checkpoint.exact import load_state
+from trainkit.metrics.metric import Metric
 
 STATE = "state"
 """Stands for the attributes of what has a `state_dict`."""
@@ -98,6 +99,21 @@ class StateOf(dict[str, Any]):
 def is_others(value: Any) -> bool:
     """Return whether neither torch nor trainkit has the class of a value."""
     return not type(value).__module__.startswith(("torch.", "trainkit."))
+
+
+def of_callbacks(callbacks: Iterable[Any]) -> dict[str, Any]:
+    """Return callbacks of users' classes without a state of their own, and all metrics, by name."""
+    found: dict[str, Any] = {}
+    for each in callbacks:
+        # A `MainProcess` stands for the one inside.
+        one: Any = each if is_users(type(each)) else getattr(each, "callback", None)
+        saves = getattr(getattr(one, "state_dict", None), "__func__", None)
+        if saves is not None and is_users(type(one)) and not is_users(saves):
+            found[one.name] = one
+        held = getattr(each, "metrics", ())
+        metrics = [m for m in held if isinstance(m, Metric)] if isinstance(held, list) else []
+        found |= {f"metric {metric.name}": metric for metric in metrics}
+    return found
 
 
 def beside(objects: Iterable[Any]) -> dict[str, "Beside"]:

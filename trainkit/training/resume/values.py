@@ -19,6 +19,7 @@ from trainkit.containers import json_form, tree
 from trainkit.containers.json_form import MALFORMED
 
 _MOST = 100_000  # values in one attribute: what has more is data
+_MOST_OPTIONS = 64
 _MOST_FLAT = 1 << 20  # of these in one list or dict
 _LARGEST_OF_GRAPH = 16 << 20  # bytes of a tensor: larger ones are activations to look at
 _OBJECT = "$object"  # before the class and the parts of one
@@ -279,6 +280,12 @@ def is_like(value: Any, held: Sequence[Tensor]) -> bool:
         return False
     shapes = {each.shape for each in held}
     return all(isinstance(each, Tensor) and each.shape in shapes for each in inner)
+
+
+def is_options(value: Any) -> bool:
+    """Return whether a value is a small dict of scalars by names, as settings are."""
+    is_small = type(value) is dict and len(value) <= _MOST_OPTIONS
+    return is_small and {*map(type, value)} <= {str} and _is_flat(value)
 
 
 def _is_flat(value: Any) -> bool:

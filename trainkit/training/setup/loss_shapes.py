@@ -2,12 +2,12 @@
 
 import math
 from collections.abc import Mapping
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from trainkit.basics import rng
 from trainkit.errors import ConfigError
@@ -28,7 +28,7 @@ def refuse_all_pairs(loss_fn: Any, outputs: Tensor, targets: Tensor) -> None:
         all_pairs = torch.broadcast_tensors(outputs, targets)  # type: ignore[no-untyped-call]
         alike = ((outputs, targets.reshape_as(outputs)), (outputs.reshape_as(targets), targets))
         for pair in ((outputs, targets), all_pairs, *alike):
-            with kept(loss_fn) if isinstance(loss_fn, nn.Module) else nullcontext():
+            with kept(loss_fn):
                 values.append(float(loss_fn(*pair)))
     if len(values) < 4:
         return
