@@ -1,7 +1,7 @@
 """What programs after tutorials hold in records, around callbacks and in optimizers comes back."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import ExponentialLR, LRScheduler, StepLR
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from tests.helpers.callbacks import StopsAt
 from tests.helpers.toys import FEATURES, fit, toy_dataset
@@ -264,3 +264,34 @@ def test_optimizers_and_schedules_around_others_come_back(
     whole, _ = _train(tmp_path / "a", **about)
     for cut in (2, CUT, 9):
         assert _train(tmp_path / f"{cut}", cut, **about)[0] == whole
+
+
+class Rollouts(IterableDataset[Any]):
+    """Draws what it yields from a place that moves on, by a generator of its own."""
+
+    def __init__(self) -> None:
+        self.draws = torch.Generator().manual_seed(3)
+        self.place, self.passes, self.seen = torch.zeros(FEATURES), 0, [0.0]
+
+    def __iter__(self) -> Iterator[Any]:
+        self.passes += 1
+        for _ in range(12):
+            self.place = self.place + torch.randn(FEATURES, generator=self.draws)
+            self.seen.append(self.place.mean().item())
+            yield self.place / self.passes, (self.place.sum() > 0).long()
+
+
+@pytest.mark.parametrize("cut", [2, 3, 4, 6, 7])
+def test_a_stream_that_goes_on_over_passes_comes_back(cut: int, tmp_path: Path) -> None:
+    def train(folder: Path, stop: int | None, resume: str | None) -> Any:
+        torch.manual_seed(0)
+        data, model = Rollouts(), nn.Linear(FEATURES, 2)
+        trainer = Trainer(
+            max_steps=9, output_dir=folder, callbacks=[Checkpoint(every_n_steps=1), StopsAt(stop)]
+        )
+        fit(trainer, DataLoader(data, 4), model, resume=resume)
+        return [p.tolist() for p in model.parameters()], data.place.tolist(), data.passes
+
+    whole = train(tmp_path / "a", None, None)
+    train(tmp_path / "b", cut, None)
+    assert train(tmp_path / "b", None, "must") == whole

@@ -51,7 +51,9 @@ class StreamPosition:
             warnings.warn(
                 f"`{type(self._dataset).__name__}` begins with another sample for each worker or "
                 "process, or in a resume: samples come twice or never. Split nothing, and draw "
-                "from the global generators (`.shuffle(1000, rng=random)` in webdataset).",
+                "from the global generators (`.shuffle(1000, rng=random)` in webdataset). What "
+                "follows weights or a memory that training changes resumes between epochs alone "
+                "(`Checkpoint(every_n_epochs=1)`), or by a `state_dict` of its own.",
                 stacklevel=2,
             )
 

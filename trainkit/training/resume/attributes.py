@@ -232,7 +232,8 @@ class Attributes:
         )
 
     def end_pass(self) -> None:
-        """Say what has changed of a user's sampler after the order of its pass was drawn."""
+        """Go on from what data are now; say what changed of a sampler after its order was drawn."""
+        self._at_start = {}
         if self._drawn.is_needed:
             self._drawn.tell_changed()
 
