@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from torch.optim import SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import ExponentialLR, LRScheduler, StepLR
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -151,6 +152,28 @@ def test_what_functions_of_a_callback_read_from_outside_comes_back(
 ) -> None:
     whole, _ = _train(tmp_path / "a", callbacks=_of_a_script)
     assert _train(tmp_path / "b", cut, callbacks=_of_a_script)[0] == whole
+
+
+class Prunes(Callback):
+    def on_step_end(self, run: Run, result: StepResult) -> None:
+        if run.state.step % 3 == 0:
+            prune.l1_unstructured(run.module, "weight", amount=0.3)  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("is_ready", [False, True])
+def test_parameters_that_get_other_names_are_told_at_the_first_save(
+    is_ready: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def prunes(model: nn.Module) -> list[Callback]:
+        if is_ready:
+            prune.identity(model, "weight")  # type: ignore[no-untyped-call]
+        return [Prunes()]
+
+    whole, _ = _train(tmp_path / "a", callbacks=prunes)
+    told = "trainkit: parameters have other names than when `fit` began (`weight_orig`)"
+    assert capfd.readouterr().out.count(told) == (not is_ready)
+    if is_ready:
+        assert _train(tmp_path / "b", CUT, callbacks=prunes)[0] == whole
 
 
 best_of_all = 0.0

@@ -206,6 +206,7 @@ class Internals:
     with them, and after the end a save holds them."""
     attributes: Attributes
     """What changes in modules, loss and data sets, and no `state_dict` holds."""
+    given_names: set[str] | None = None  # of parameters before the first step, until told
     left_out: set[str] = field(default_factory=set)  # trainable, in no optimizer: nothing to say
     check_order: Callable[[], None] | None = None  # once, before the first window of a resume
     recut: Callable[[Generator[Window, None, None]], Generator[Window, None, None]] | None = None

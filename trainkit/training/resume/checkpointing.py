@@ -21,7 +21,7 @@ from trainkit.checkpoint.training_state import (
     versions,
 )
 from trainkit.distributed import check_called_by_all, run_on_all
-from trainkit.errors import CheckpointError, ConfigError
+from trainkit.errors import CheckpointError, ConfigError, quoted
 from trainkit.export.state import shapes_of
 from trainkit.training.callback import Callback
 from trainkit.training.callback_list import CallbackList
@@ -157,6 +157,7 @@ def collect(run: Run, callbacks: CallbackList) -> dict[str, Any]:
     Raises:
         CheckpointError: The sharded tensors are not the same on all processes.
     """
+    _tell_renamed(run)
 
     def take() -> tuple[dict[str, Any], dict[str, Any]]:
         model = _model_state(run)  # first: it shards what an evaluation has gathered
@@ -265,6 +266,20 @@ def save_now(run: Run | None, callbacks: CallbackList) -> Path:
     return path
 
 
+def _tell_renamed(run: Run) -> None:
+    """Say once that no resume finds parameters under the names that they have got."""
+    given, names = run.internals.given_names, [name for name, _ in run.module.named_parameters()]
+    if given is None or given == {*names}:
+        return
+    run.internals.given_names = None
+    new = quoted(sorted({*names} - given) or sorted(given - {*names}))
+    run.print(
+        f"trainkit: parameters have other names than when `fit` began ({new}), as pruning and "
+        "parametrizations give them. A resume from here on needs a model that has these: make it "
+        "so before `fit`, for example by `prune.identity(module, name)`."
+    )
+
+
 def check_savable(run: Run, callbacks: CallbackList) -> None:
     """Raise where a save would fail, as far as that is known before the first step.
 
@@ -275,6 +290,7 @@ def check_savable(run: Run, callbacks: CallbackList) -> None:
     """
     _check(run, _states(run, callbacks))
     check_optimizer_state(run)
+    run.internals.given_names = {name for name, _ in run.module.named_parameters()}
 
 
 def check_optimizer_state(run: Run) -> None:
