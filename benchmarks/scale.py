@@ -178,6 +178,10 @@ class Marks(Callback):
         self.at: dict[str, Counts] = {}
 
     @override
+    def state_dict(self) -> dict[str, Any]:
+        return {}  # what is counted is of one process: a resume brings nothing back
+
+    @override
     def on_step_start(self, run: Run) -> None:
         step = run.state.step
         if not self.at or step in (EVALUATE, SAVE):

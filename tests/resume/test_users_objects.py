@@ -16,7 +16,7 @@ from torch.optim import SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import ExponentialLR, LRScheduler, StepLR
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from tests.helpers.callbacks import StopsAt
+from tests.helpers.callbacks import On, StopsAt
 from tests.helpers.toys import FEATURES, fit, toy_dataset
 from trainkit import Callback, Run, StepResult, Trainer
 from trainkit.callbacks import Checkpoint, Evaluation
@@ -318,3 +318,33 @@ def test_a_stream_that_goes_on_over_passes_comes_back(cut: int, tmp_path: Path) 
     whole = train(tmp_path / "a", None, None)
     train(tmp_path / "b", cut, None)
     assert train(tmp_path / "b", None, "must") == whole
+
+
+class Replay(Dataset[Any]):
+    """Samples that training adds; and a cache, which it may do without."""
+
+    def __init__(self) -> None:
+        self.buffer = deque([(torch.zeros(2), torch.zeros(1))] * 8, maxlen=8)
+        self.paths = [str(index) for index in range(8)]
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        return self.buffer[index]
+
+
+def test_samples_that_training_adds_to_a_data_set_are_said_to_be_lost(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, sample = Replay(), (torch.ones(2), torch.ones(1))
+    adds = On(Callback.on_step_end, lambda run, result: data.buffer.append(sample))
+    trainer = Trainer(
+        max_steps=3, output_dir=tmp_path, callbacks=[adds, Checkpoint(every_n_steps=1)]
+    )
+    loader: DataLoader[Any] = DataLoader(data, 2)
+    model = nn.Linear(2, 1)
+    trainer.fit(model, loader, optimizer=SGD(model.parameters(), 0.1), loss_fn=nn.MSELoss())
+    said = capsys.readouterr().out
+    assert said.count("`data.buffer` has changed since training began") == 1
+    assert "paths" not in said

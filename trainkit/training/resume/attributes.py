@@ -10,7 +10,6 @@ import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from io import IOBase
 from itertools import islice
 from pathlib import Path
 from types import FunctionType, MethodType
@@ -32,6 +31,7 @@ from trainkit.data.stream_start import is_stateful
 from trainkit.data.workers import datasets_of
 from trainkit.errors import quoted
 from trainkit.training.resume.drawn_order import DrawnOrder, is_of_sampler
+from trainkit.training.resume.lost import GREW, why_lost
 from trainkit.training.resume.owners import (
     OF_EVERY_MODULE,
     STATE,
@@ -51,7 +51,6 @@ from trainkit.training.resume.values import (
     has_parts,
     is_dense,
     is_holder,
-    is_large_of_graph,
     is_like,
     is_options,
     mark_of,
@@ -110,6 +109,7 @@ class Attributes:
         self._others, self._streams, self._registered = others, streams, registered
         self._before: dict[str, dict[str, Mark]] = {}
         self._names: dict[int, tuple[str, Any]] = {}  # of objects that were there at the beginning
+        self._sizes: dict[str, int] = {}  # of lists and dicts of data sets when training began
         self._told = set[str]()
         self._loaded: Entries = {}
         self._at_start: Entries = {}  # of the pass that is under way
@@ -143,6 +143,13 @@ class Attributes:
         self._names = {}
         owners = {name: (owner, marks) for name, owner, _, marks in self._looked_at()}
         self._before = {name: marks for name, (_, marks) in owners.items()}
+        self._sizes = {
+            f"{name}.{key}": len(value)
+            for name, (owner, _) in owners.items()
+            if name.startswith("data") and not self._is_of_stream(name)
+            for key, value in attributes_in(owner).items()
+            if issubclass(type(value), _OF_DATA)
+        }
         for name, own in self._loaded.items():
             owner, _ = owners.get(name.removeprefix(_ORDER), (None, {}))
             if name.startswith(_ORDER) and owner is not None:
@@ -299,34 +306,12 @@ class Attributes:
         return states[0]
 
     def _tell_lost(self, name: str, value: Any, *, was_held: bool) -> None:
-        """Say of a list or dict that it is held no more, and of an iterator that it cannot be."""
-        kind, why = type(value), ""
-        if was_held and issubclass(kind, list | dict | set | deque):
-            why = (
-                "has become what no checkpoint holds: it is too large or deep (a callback's may "
-                "have 1 MiB of tensors), or has other things than numbers, text and tensors in it. "
-                "A resume begins with what is given to it."
-            )
-        is_read = hasattr(kind, "__next__") and not issubclass(kind, IOBase)
-        if is_read and not name.startswith("data"):
-            why = (
-                "is an iterator, and no checkpoint holds where that is: a resume begins with what "
-                "is given to it. Let `fit` read such a loader (`Combined`), or register an object "
-                "with a `state_dict` that draws from it."
-            )
-        inner = value if issubclass(kind, list | tuple) else (value,)
-        inner = value.values() if issubclass(kind, dict) else inner
-        if any(map(self._is_shard_of_its_own, inner)):
-            why = (
-                "holds a tensor that is sharded, which a checkpoint has of the model and its "
-                "optimizers alone: a resume begins with what is given to it. Register an object "
-                "whose `state_dict` gives it (`trainer.register_for_checkpointing`)."
-            )
-        if any(map(is_large_of_graph, inner)):
-            why = (
-                "is large and of a graph, and is not saved: a resume begins with what is given to "
-                "it. If a step goes on with it, keep it detached (`.detach()`)."
-            )
+        """Say once why a resume does not bring a value back, where training may go on with it."""
+        is_data = name.startswith("data") and "sampler." not in name
+        why = why_lost(value, was_held, is_data, self._is_shard_of_its_own)
+        size = self._sizes.get(name)
+        if size is not None and (type(value) is deque or len(value) != size):
+            why = GREW
         if why and name not in self._told:
             self._told.add(name)
             self._say(f"trainkit: `{name}` {why}")
