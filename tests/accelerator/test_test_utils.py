@@ -53,6 +53,7 @@ def test_a_program_that_a_signal_ends_has_failed_and_one_that_is_late_is_killed(
         OURS.execute_subprocess_async(["sh", "-c", "sleep 600 & wait"], timeout=0.1)
 
 
+@pytest.mark.filterwarnings("ignore:'count' is passed:DeprecationWarning")  # of Accelerate
 @pytest.mark.parametrize("worker", [None, "gw0", "gw3"])
 def test_each_worker_of_a_suite_has_a_port(
     monkeypatch: pytest.MonkeyPatch, worker: str | None
