@@ -361,7 +361,9 @@ def _zero_grad(thing: Any, models: Sequence[nn.Module], set_to_none: bool = True
     for _, parts in chain.from_iterable(map(sharded_groups, models)):
         for p, part in parts.items():  # `p` may be gathered now
             if not held.isdisjoint((p, part.sharded_param)) and hasattr(part, "unsharded_param"):
-                part.unsharded_accumulated_grad = part.unsharded_param.grad = None
+                part.unsharded_param.grad = None
+                if "unsharded_accumulated_grad" in vars(part):  # in torch 2.15 it is the same
+                    part.unsharded_accumulated_grad = None
 
 
 def _look_for_data(thing: Any, index: int) -> None:
