@@ -44,7 +44,7 @@ GUARDED: dict[str, dict[str, str]] = {
         "signal.SIG_BLOCK signal.SIG_SETMASK signal.SIG_UNBLOCK signal.pthread_sigmask":
             "basics/signals.py",
         "socket.AF_NETLINK": "launch/network.py",
-        "socket.AF_UNIX socket.TCP_USER_TIMEOUT": "watch/connections.py",
+        "socket.TCP_USER_TIMEOUT": "watch/connections.py",
         "time.CLOCK_BOOTTIME time.clock_gettime": "inspect/report/listing.py",
     },
     "darwin": {

@@ -1,5 +1,6 @@
 """Every callback of trainkit keeps the contract, and broken ones are told what they break."""
 
+import itertools
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -112,14 +113,13 @@ class Nudges(Callback):
 
 
 class Forgets(Callback):
-    """Stops after 9 steps, but counts them in a list, which is no state."""
+    """Stops after 9 steps, but counts them by an iterator, which no checkpoint holds."""
 
     def on_fit_start(self, run: Run) -> None:
-        self.steps: list[int] = []
+        self.steps = itertools.count(1)
 
     def on_step_end(self, run: Run, result: StepResult) -> None:
-        self.steps.append(run.state.step)
-        if len(self.steps) == 9:
+        if next(self.steps) == 9:
             run.request_stop("nine steps", agreed=True)
 
 

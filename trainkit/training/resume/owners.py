@@ -111,8 +111,8 @@ def of_callbacks(callbacks: Iterable[Any]) -> dict[str, Any]:
         if saves is not None and is_users(type(one)) and not is_users(saves):
             found[one.name] = one
         held = getattr(each, "metrics", ())
-        metrics = [m for m in held if isinstance(m, Metric)] if isinstance(held, list) else []
-        found |= {f"metric {metric.name}": metric for metric in metrics}
+        if isinstance(held, list):
+            found |= {f"metric {m.name}": m for m in held if isinstance(m, Metric)}
     return found
 
 
