@@ -348,3 +348,33 @@ def test_samples_that_training_adds_to_a_data_set_are_said_to_be_lost(
     said = capsys.readouterr().out
     assert said.count("`data.buffer` has changed since training began") == 1
     assert "paths" not in said
+
+
+@dataclass(eq=False)
+class Told(Callback):
+    """A callback that is a data class, as some write them."""
+
+    steps: int = 0
+
+    def on_step_end(self, run: Run, result: StepResult) -> None:
+        self.steps += 1
+
+
+class Holds(Trainer):
+    def __init__(self, told: Told, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.told, self.all_told = told, [told]
+
+
+def test_a_callback_that_others_hold_stays_the_same_object(tmp_path: Path) -> None:
+    def train(steps: int) -> tuple[Told, Holds]:
+        told = Told()
+        callbacks = [told, Checkpoint(every_n_steps=CUT), StopsAt(steps)]
+        trainer = Holds(told, max_steps=STEPS, output_dir=tmp_path, callbacks=callbacks)
+        fit(trainer, DataLoader(toy_dataset(), 4), nn.Linear(FEATURES, 2), resume="auto")
+        return told, trainer
+
+    train(CUT)
+    told, trainer = train(STEPS)
+    assert trainer.told is told is trainer.all_told[0]
+    assert told.steps == STEPS
