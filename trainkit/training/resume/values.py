@@ -202,9 +202,8 @@ def _parts(value: Any) -> tuple[Any, ...] | None:
 
 
 def _has_parts(kind: type) -> bool:
-    is_record = hasattr(kind, "_make") or is_dataclass(kind)
-    is_other = issubclass(kind, dict | nn.Module) or hasattr(kind, "on_fit_start")
-    return issubclass(kind, Enum) or (is_record and not is_other)
+    is_record = hasattr(kind, "_make") or (is_dataclass(kind) and not hasattr(kind, "on_fit_start"))
+    return issubclass(kind, Enum) or (is_record and not issubclass(kind, dict | nn.Module))
 
 
 def _taken_apart(value: Any, entry: dict[str, Any]) -> Any:
