@@ -326,6 +326,7 @@ class Replay(Dataset[Any]):
     def __init__(self) -> None:
         self.buffer = deque([(torch.zeros(2), torch.zeros(1))] * 8, maxlen=8)
         self.paths = [str(index) for index in range(8)]
+        self.constant, self.rows = deque(range(8)), [1, 2]
 
     def __len__(self) -> int:
         return 8
@@ -338,7 +339,12 @@ def test_samples_that_training_adds_to_a_data_set_are_said_to_be_lost(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data, sample = Replay(), (torch.ones(2), torch.ones(1))
-    adds = On(Callback.on_step_end, lambda run, result: data.buffer.append(sample))
+
+    def add(run: Run, result: StepResult) -> None:
+        data.buffer.append(sample)
+        data.rows = iter([3])  # type: ignore[assignment]
+
+    adds = On(Callback.on_step_end, add)
     trainer = Trainer(
         max_steps=3, output_dir=tmp_path, callbacks=[adds, Checkpoint(every_n_steps=1)]
     )
@@ -347,7 +353,9 @@ def test_samples_that_training_adds_to_a_data_set_are_said_to_be_lost(
     trainer.fit(model, loader, optimizer=SGD(model.parameters(), 0.1), loss_fn=nn.MSELoss())
     said = capsys.readouterr().out
     assert said.count("`data.buffer` has changed since training began") == 1
+    assert "`data.rows` has changed" in said
     assert "paths" not in said
+    assert "constant" not in said
 
 
 @dataclass(eq=False)

@@ -109,7 +109,7 @@ class Attributes:
         self._others, self._streams, self._registered = others, streams, registered
         self._before: dict[str, dict[str, Mark]] = {}
         self._names: dict[int, tuple[str, Any]] = {}  # of objects that were there at the beginning
-        self._sizes: dict[str, int] = {}  # of lists and dicts of data sets when training began
+        self._sizes: dict[str, Any] = {}  # of lists and dicts of data sets when training began
         self._told = set[str]()
         self._loaded: Entries = {}
         self._at_start: Entries = {}  # of the pass that is under way
@@ -144,7 +144,7 @@ class Attributes:
         owners = {name: (owner, marks) for name, owner, _, marks in self._looked_at()}
         self._before = {name: marks for name, (_, marks) in owners.items()}
         self._sizes = {
-            f"{name}.{key}": len(value)
+            f"{name}.{key}": _size(value)
             for name, (owner, _) in owners.items()
             if name.startswith("data") and not self._is_of_stream(name)
             for key, value in attributes_in(owner).items()
@@ -309,8 +309,7 @@ class Attributes:
         """Say once why a resume does not bring a value back, where training may go on with it."""
         is_data = name.startswith("data") and "sampler." not in name
         why = why_lost(value, was_held, is_data, self._is_shard_of_its_own)
-        size = self._sizes.get(name)
-        if size is not None and (type(value) is deque or len(value) != size):
+        if name in self._sizes and _size(value) != self._sizes[name]:
             why = GREW
         if why and name not in self._told:
             self._told.add(name)
@@ -420,6 +419,12 @@ class Attributes:
                         waiting.append((place, each))
                         if not is_held:
                             yield place, each
+
+
+def _size(value: Any) -> Any:
+    """Return what changes as entries come and go; of a full deque its length does not."""
+    last = id(value[-1]) if isinstance(value, deque) and value else None
+    return (len(value), last) if issubclass(type(value), _OF_DATA) else None
 
 
 def _own_generators(dataset: Any) -> dict[str, Any]:
