@@ -34,7 +34,7 @@ def test_files_stay_short() -> None:
     assert not too_long
 
 
-LIMITS = {"trainkit": 60_123, "what the trainer can reach": 28_099, "what the loop imports": 4_450}
+LIMITS = {"trainkit": 60_142, "what the trainer can reach": 28_118, "what the loop imports": 4_460}
 """Lines. Where less is reached the limit follows; 44,000 and 22,000 are wanted of the first two.
 
 5,590 of the first stand in rings that came last: object storage, more names of Accelerate, the page
@@ -51,6 +51,8 @@ callbacks, in records, samplers and optimizers, and key the generators of data s
 49 see what an own loop does to gradients that DeepSpeed has sent, and 117 drive models that come
 parallel in one, and DDP where it is passed as a strategy. 35 drop what `fully_shard` has not
 reduced, and refuse what a cut does not fit.
+19 find what hooks in a model remember, and take scripted models; 14 of them are beside what torch
+does not document, which the loop imports.
 """
 
 

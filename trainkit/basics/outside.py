@@ -11,7 +11,10 @@ from pathlib import Path
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+from torch import nn
 from typing_extensions import override
+
+from trainkit.basics.torch_internals import hooks_of
 
 _Place = CellType | dict[str, Any] | type
 _STANDARD = Path(os.__file__).parent
@@ -51,10 +54,9 @@ class Outside(MutableMapping[str, Any]):
                 waiting += functions_of(kind) if is_users(kind) else []
                 if (id(place), own) in left_out:
                     continue
-                first = self._places.setdefault(name, (place, own))
-                if first[0] is not place:  # another of that name
-                    key = f"{getattr(function, '__qualname__', 'partial')}.{name}"
-                    self._places[key] = place, own
+                key, other = name, f"{getattr(function, '__qualname__', 'partial')}.{name}"
+                while self._places.setdefault(key, (place, own))[0] is not place:
+                    key, other = other, f"{other}'"  # there are others of that name
 
     @override
     def __getitem__(self, name: str) -> Any:
@@ -98,6 +100,8 @@ def outside_of(objects: Iterable[Any], known: Outside | None = None) -> Outside:
     kinds = dict.fromkeys(map(type, objects))
     users = dict.fromkeys(above for kind in kinds for above in kind.__mro__ if is_users(above))
     values = [each for one in objects for each in getattr(one, "__dict__", {}).values()]
+    for module in (each for each in objects if isinstance(each, nn.Module)):  # hooks may be objects
+        values += [h if isinstance(h, _FUNCTIONS) else partial(h) for h in hooks_of(module)]
     held = [each for each in (*objects, *values) if issubclass(type(each), _FUNCTIONS)]
     functions = [each for kind in kinds for each in functions_of(kind)]
     return Outside(*users, *functions, *held, known=known)
@@ -137,7 +141,9 @@ def _places(function: Any) -> Iterator[tuple[str, _Place, str]]:
     if isinstance(function, type):
         yield from _members(function.__name__, function, frozenset())
         return
-    function = getattr(function, "__func__", function)
+    if isinstance(function, MethodType):
+        yield "self", {"self": function.__self__}, "self"
+        function = function.__func__
     code, known = function.__code__, function.__globals__
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         yield name, cell, name

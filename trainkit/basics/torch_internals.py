@@ -74,13 +74,23 @@ def sparse_parts(tensor: Tensor) -> dict[str, Any]:
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Return the parameters of a module without those of its parts."""
-    return module._parameters
+    """Return the parameters of a module without those of its parts; of a scripted one a copy."""
+    own = module._parameters
+    return own if isinstance(own, dict) else dict(own.items())
 
 
 def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
-    """Return the buffers of a module without those of its parts."""
-    return module._buffers
+    """Return the buffers of a module without those of its parts; of a scripted one a copy."""
+    own = module._buffers
+    return own if isinstance(own, dict) else dict(own.items())
+
+
+def hooks_of(module: nn.Module) -> list[Any]:
+    """Return the hooks of a module and its parameters, which torch does not tell."""
+    kinds = "forward_pre", "forward", "backward_pre", "backward", "post_accumulate_grad"
+    owners = (module, *parameters_of(module).values())
+    found = [getattr(each, f"_{kind}_hooks", None) or {} for each in owners for kind in kinds]
+    return [hook for each in found for hook in each.values()]
 
 
 def is_saved(module: nn.Module, buffer: str) -> bool:

@@ -399,12 +399,15 @@ class Attributes:
             if has_state(owner):
                 continue
             is_list = isinstance(owner, (list, tuple))
-            for key, value in [*(enumerate(owner) if is_list else attributes_in(owner).items())]:
+            items = enumerate(owner) if is_list else attributes_in(owner).items()
+            for index, (key, value) in enumerate([*items]):
                 is_held = is_holder(value) and len(value) <= _MOST_HELD
                 if id(value) in seen or not (is_held or is_owner(value)):
                     continue
                 if key in OF_EVERY_MODULE and isinstance(owner, nn.Module):
                     continue
+                if not isinstance(key, (str, int)):  # a parameter with an optimizer of its own
+                    key = f"key {index}"
                 if type(owner) in (list, tuple, dict) and self._is_new(value) and has_parts(value):
                     continue  # the list holds it
                 place = f"{name}.{key}".lstrip(".")
