@@ -62,7 +62,7 @@ def _global(model: nn.Sequential) -> None:
 
 def _methods(model: nn.Sequential) -> None:
     for parameter in model.parameters():
-        parameter.register_hook(Counts().of_gradient)
+        parameter.register_hook(Counts().of_gradient)  # type: ignore[no-untyped-call]
 
 
 def _objects(model: nn.Sequential) -> None:
@@ -72,14 +72,14 @@ def _objects(model: nn.Sequential) -> None:
 
 def _optimizers(model: nn.Sequential) -> None:
     """As in the tutorial of torch on steps in the backward."""
-    optimizers = {p: Adam([p], lr=0.05) for p in model[0].parameters()}
+    optimizers: dict[Tensor, Adam] = {p: Adam([p], lr=0.05) for p in model[0].parameters()}
 
     def step(parameter: Tensor) -> None:
         optimizers[parameter].step()
         optimizers[parameter].zero_grad()
 
     for parameter in model[0].parameters():
-        parameter.register_post_accumulate_grad_hook(step)
+        parameter.register_post_accumulate_grad_hook(step)  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.parametrize("register", [_closures, _global, _methods, _objects, _optimizers])

@@ -75,13 +75,13 @@ def sparse_parts(tensor: Tensor) -> dict[str, Any]:
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """Return the parameters of a module without those of its parts; of a scripted one a copy."""
-    own = module._parameters
+    own: Any = module._parameters
     return own if isinstance(own, dict) else dict(own.items())
 
 
 def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
     """Return the buffers of a module without those of its parts; of a scripted one a copy."""
-    own = module._buffers
+    own: Any = module._buffers
     return own if isinstance(own, dict) else dict(own.items())
 
 

@@ -406,7 +406,7 @@ class Attributes:
                     continue
                 if key in OF_EVERY_MODULE and isinstance(owner, nn.Module):
                     continue
-                if not isinstance(key, (str, int)):  # a parameter with an optimizer of its own
+                if isinstance(key, Tensor):  # a parameter with an optimizer of its own
                     key = f"key {index}"
                 if type(owner) in (list, tuple, dict) and self._is_new(value) and has_parts(value):
                     continue  # the list holds it
