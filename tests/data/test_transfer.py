@@ -92,6 +92,28 @@ def test_memory_of_a_batch_is_not_reused_while_it_is_read() -> None:
     assert [float(s) for s in sums] == [float(i << 20) for i in range(20)]
 
 
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support", "ignore:The PyTorch API of nested")
+@pytest.mark.parametrize("kind", ["sparse", "rows of a sparse matrix", "nested"])
+def test_tensors_that_are_made_of_others_arrive_too(kind: str) -> None:
+    """torch tells a sparse tensor of no stream that reads it."""
+    device, dense = torch.device(default_kind()), torch.eye(4)
+    if kind == "nested":
+        rows = [torch.ones(2), torch.arange(3.0)]
+        made = torch.nested.nested_tensor(rows, layout=torch.jagged)
+    else:
+        made = dense.to_sparse() if kind == "sparse" else dense.to_sparse_csr()
+    try:
+        made.to(device)
+    except (RuntimeError, NotImplementedError):
+        pytest.skip(f"this accelerator has no tensors that are {kind}")
+    (found,) = transfer_for(device).ahead(iter([{"x": made, "y": dense}]))
+    assert (found["x"].device.type, found["x"].layout) == (device.type, made.layout)
+    if kind == "nested" or device.type == "cuda":  # others make sparse rows, and read none
+        assert torch.equal(found["x"].cpu().values(), made.values())
+    assert torch.equal(found["y"].cpu(), dense)
+
+
 def test_whether_memory_can_be_pinned_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     tries: list[int] = []
 

@@ -73,7 +73,7 @@ class _Copies:
 
     tree: Any = None
     tensors: list[Tensor] = field(default_factory=list)
-    has_opaque: bool = False
+    has_late: bool = False
     arrival: Any = None
 
 
@@ -93,13 +93,12 @@ class StreamTransfer(Transfer):
         copies = _Copies()
 
         def send(leaf: Any) -> Any:
-            if isinstance(leaf, Tensor):
-                if leaf.device.type == "cpu":
-                    # A pinned source is kept by its allocator until the copy is done.
-                    leaf = leaf.pin_memory().to(self._device, non_blocking=True)
-                    copies.tensors.append(leaf)
-                return leaf
-            copies.has_opaque = copies.has_opaque or is_opaque(leaf)
+            if _holds_others(leaf):
+                copies.has_late = True
+            elif isinstance(leaf, Tensor) and leaf.device.type == "cpu":
+                # A pinned source is kept by its allocator until the copy is done.
+                leaf = leaf.pin_memory().to(self._device, non_blocking=True)
+                copies.tensors.append(leaf)
             return leaf
 
         with self._stream:
@@ -113,10 +112,10 @@ class StreamTransfer(Transfer):
         current.wait_event(pending.arrival)
         for tensor in pending.tensors:
             tensor.record_stream(current)  # else its memory could be used again too early
-        if pending.has_opaque:
+        if pending.has_late:
             # What their `to` allocates is out of sight, so it must be on the current stream.
             return map_leaves(
-                pending.tree, lambda leaf: leaf.to(self._device) if is_opaque(leaf) else leaf
+                pending.tree, lambda leaf: leaf.to(self._device) if _holds_others(leaf) else leaf
             )
         return pending.tree
 
@@ -134,6 +133,11 @@ def transfer_for(device: torch.device, source: Any = None, *, moves: bool = True
     if has_streams(device) and can_pin(device):
         return StreamTransfer(device)
     return PlainTransfer(lambda leaf: leaf.to(device) if hasattr(leaf, "to") else leaf)
+
+
+def _holds_others(leaf: Any) -> bool:
+    """Return whether the tensors that a leaf is made of are out of sight: a graph, sparse rows."""
+    return leaf.layout is not torch.strided if isinstance(leaf, Tensor) else is_opaque(leaf)
 
 
 def _pinned(leaf: Any) -> Any:
