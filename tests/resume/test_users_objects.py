@@ -10,6 +10,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from sklearn.kernel_approximation import RBFSampler
+from sklearn.linear_model import SGDClassifier
+from sklearn.pipeline import Pipeline
+from sklearn.preprocessing import StandardScaler
 from torch import Tensor, nn
 from torch.nn.utils import prune
 from torch.optim import SGD, Adam, Optimizer
@@ -23,6 +27,7 @@ from trainkit.callbacks import Checkpoint, Evaluation
 from trainkit.metrics import Metric
 
 STEPS, CUT = 12, 5
+CLASSIFIER: Any = None
 
 
 class Kind(Enum):
@@ -327,6 +332,7 @@ class Replay(Dataset[Any]):
         self.buffer = deque([(torch.zeros(2), torch.zeros(1))] * 8, maxlen=8)
         self.paths = [str(index) for index in range(8)]
         self.constant, self.rows = deque(range(8)), [1, 2]
+        self.scores, self.large = [0.0] * 8, [*range(50_000)]
 
     def __len__(self) -> int:
         return 8
@@ -343,6 +349,8 @@ def test_samples_that_training_adds_to_a_data_set_are_said_to_be_lost(
     def add(run: Run, result: StepResult) -> None:
         data.buffer.append(sample)
         data.rows = iter([3])  # type: ignore[assignment]
+        data.scores[run.state.step % 8] = 1.5
+        data.large.sort(reverse=True)
 
     adds = On(Callback.on_step_end, add)
     trainer = Trainer(
@@ -353,9 +361,66 @@ def test_samples_that_training_adds_to_a_data_set_are_said_to_be_lost(
     trainer.fit(model, loader, optimizer=SGD(model.parameters(), 0.1), loss_fn=nn.MSELoss())
     said = capsys.readouterr().out
     assert said.count("`data.buffer` has changed since training began") == 1
-    assert "`data.rows` has changed" in said
+    assert all(f"`data.{name}` has changed" in said for name in ("rows", "scores", "large"))
     assert "paths" not in said
     assert "constant" not in said
+
+
+class Scales(Trainer):
+    """Fits estimators as it goes, as people do for features and targets of unknown ranges."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.scaler = StandardScaler()
+
+    def training_step(self, model: nn.Module, batch: Any) -> Tensor:
+        inputs, targets = batch
+        self.scaler.partial_fit(inputs.numpy())
+        CLASSIFIER.partial_fit(inputs.numpy(), targets.numpy(), classes=[0, 1])
+        scaled = torch.from_numpy(self.scaler.transform(inputs.numpy()))
+        advice = torch.from_numpy(CLASSIFIER.decision_function(inputs.numpy()))
+        return nn.functional.cross_entropy(model(scaled + advice[:, None].float()), targets)
+
+
+@pytest.mark.parametrize("cut", [3, 4])
+def test_what_estimators_have_learnt_comes_back(cut: int, tmp_path: Path) -> None:
+    def train(folder: Path, stop: int | None, resume: str | None) -> Any:
+        global CLASSIFIER
+        CLASSIFIER = SGDClassifier(random_state=0)
+        torch.manual_seed(0)
+        model = nn.Linear(FEATURES, 2)
+        callbacks = [Checkpoint(every_n_steps=1), StopsAt(stop)]
+        trainer = Scales(max_steps=9, output_dir=folder, callbacks=callbacks)
+        fit(trainer, DataLoader(toy_dataset(), 4), model, resume=resume)
+        learnt = trainer.scaler.mean_.tolist(), CLASSIFIER.coef_.tolist(), CLASSIFIER.t_
+        return [p.tolist() for p in model.parameters()], learnt
+
+    whole = train(tmp_path / "a", None, None)
+    train(tmp_path / "b", cut, None)
+    assert train(tmp_path / "b", None, "must") == whole
+
+
+class Shifts(Callback):
+    """Changes an object of a library which a pipeline of that holds."""
+
+    def __init__(self) -> None:
+        features = RBFSampler(random_state=0).fit([[0.0, 1.0]])
+        self.pipeline = Pipeline([("features", features)])
+        self.still = RBFSampler(random_state=0).fit([[0.0, 1.0]])
+
+    def on_step_end(self, run: Run, result: StepResult) -> None:
+        self.pipeline.steps[0][1].random_offset_[:] += self.still.random_offset_[0]
+
+
+def test_what_other_objects_of_libraries_have_become_is_said_to_be_lost(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    callbacks = [Shifts(), Checkpoint(every_n_steps=1)]
+    trainer = Trainer(max_steps=3, output_dir=tmp_path, callbacks=callbacks)
+    fit(trainer, DataLoader(toy_dataset(), 4), nn.Linear(FEATURES, 2))
+    said = capsys.readouterr().out
+    assert said.count("attributes of a `Pipeline` of `sklearn`") == 1
+    assert "RBFSampler" not in said
 
 
 @dataclass(eq=False)

@@ -7,7 +7,6 @@ resume that lacked one of these would be another run.
 
 import copy
 import math
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
@@ -31,7 +30,7 @@ from trainkit.data.stream_start import is_stateful
 from trainkit.data.workers import datasets_of
 from trainkit.errors import quoted
 from trainkit.training.resume.drawn_order import DrawnOrder, is_of_sampler
-from trainkit.training.resume.lost import GREW, why_lost
+from trainkit.training.resume.lost import CONTAINERS, trace_of, why_lost
 from trainkit.training.resume.owners import (
     OF_EVERY_MODULE,
     STATE,
@@ -60,7 +59,6 @@ from trainkit.training.resume.values import (
 Entries = dict[str, dict[str, Any]]
 """What was saved, by owner and attribute."""
 
-_OF_DATA = (list, tuple, dict, set, deque)  # they tell what was read, or are the data
 _RECORDS = (list, dict, set)  # a callback may note in these what it has seen
 _STEP = "training_step"
 _CALLBACK = "callbacks["  # before its name
@@ -109,7 +107,7 @@ class Attributes:
         self._others, self._streams, self._registered = others, streams, registered
         self._before: dict[str, dict[str, Mark]] = {}
         self._names: dict[int, tuple[str, Any]] = {}  # of objects that were there at the beginning
-        self._sizes: dict[str, Any] = {}  # of lists and dicts of data sets when training began
+        self._traces: dict[str, Any] = {}  # of what is not saved when training began
         self._told = set[str]()
         self._loaded: Entries = {}
         self._at_start: Entries = {}  # of the pass that is under way
@@ -140,16 +138,14 @@ class Attributes:
         Raises:
             CheckpointError: An object refused its state.
         """
-        self._names = {}
-        owners = {name: (owner, marks) for name, owner, _, marks in self._looked_at()}
-        self._before = {name: marks for name, (_, marks) in owners.items()}
-        self._sizes = {
-            f"{name}.{key}": _size(value)
-            for name, (owner, _) in owners.items()
-            if name.startswith("data") and not self._is_of_stream(name)
-            for key, value in attributes_in(owner).items()
-            if issubclass(type(value), _OF_DATA)
-        }
+        self._names, self._before = {}, {}
+        owners, self._traces = {}, {}
+        for name, owner, held, marks in self._looked_at():
+            owners[name], self._before[name] = (owner, marks), marks
+            is_data = name.startswith("data") and not self._is_of_stream(name)
+            for key, value in held.items():
+                if key not in marks and (is_data or not issubclass(type(value), CONTAINERS)):
+                    self._traces[f"{name}.{key}"] = trace_of(value)
         for name, own in self._loaded.items():
             owner, _ = owners.get(name.removeprefix(_ORDER), (None, {}))
             if name.startswith(_ORDER) and owner is not None:
@@ -307,11 +303,12 @@ class Attributes:
 
     def _tell_lost(self, name: str, value: Any, *, was_held: bool) -> None:
         """Say once why a resume does not bring a value back, where training may go on with it."""
+        if name in self._told:
+            return
         is_data = name.startswith("data") and "sampler." not in name
-        why = why_lost(value, was_held, is_data, self._is_shard_of_its_own)
-        if name in self._sizes and _size(value) != self._sizes[name]:
-            why = GREW
-        if why and name not in self._told:
+        has_changed = name in self._traces and trace_of(value) != self._traces[name]
+        why = why_lost(value, has_changed, was_held, is_data, self._is_shard_of_its_own)
+        if why:
             self._told.add(name)
             self._say(f"trainkit: `{name}` {why}")
 
@@ -352,7 +349,7 @@ class Attributes:
             is_data = name.startswith("data") and not name.endswith("sampler")
             is_callback = name.startswith(_CALLBACK) and not has_state(owner)
             is_filled = is_data or name.startswith(f"{_CALLBACK}metric ")  # anew each time
-            left: tuple[type, ...] = _OF_DATA if is_filled else ()
+            left: tuple[type, ...] = CONTAINERS if is_filled else ()
             for key, value in values.items():
                 if id(value) in self._now:
                     marks[key] = Mark(self._now[id(value)])
@@ -422,12 +419,6 @@ class Attributes:
                         waiting.append((place, each))
                         if not is_held:
                             yield place, each
-
-
-def _size(value: Any) -> Any:
-    """Return what changes as entries come and go; of a full deque its length does not."""
-    last = id(value[-1]) if isinstance(value, deque) and value else None
-    return (len(value), last) if issubclass(type(value), _OF_DATA) else None
 
 
 def _own_generators(dataset: Any) -> dict[str, Any]:

@@ -2,30 +2,93 @@
 
 from collections import deque
 from collections.abc import Callable
+from hashlib import blake2b
 from io import IOBase
+from itertools import islice
 from typing import Any
 
-from trainkit.training.resume.values import is_large_of_graph
+from torch import Tensor
 
-GREW = (
-    "has changed since training began, and no checkpoint holds lists and dicts of data sets, as "
-    "caches and records are: a resume begins with what is given to it. If training goes on with it "
-    "(a replay buffer), register an object whose `state_dict` gives it."
+from trainkit.basics.outside import is_users
+from trainkit.training.resume.owners import is_owner
+from trainkit.training.resume.values import SCALARS, is_array, is_large_of_graph
+
+CONTAINERS = (list, tuple, dict, set, deque)
+_CHANGED = (
+    "has changed since training began, and no checkpoint holds {}: a resume begins with what is "
+    "given to it. If training goes on with it{}, register an object whose `state_dict` gives it "
+    "(`trainer.register_for_checkpointing`)."
 )
-"""Of a container of a data set."""
+_MOST_VALUES = 10_000  # of a container that are looked at
+_MOST_OBJECTS = 256  # around an object of a library
+_LARGEST = 1 << 20  # bytes of an array that is read
+
+
+def _why_changed(value: Any) -> str:
+    """Return what is to be said of a value that is not saved, and whose trace is another."""
+    if issubclass(type(value), CONTAINERS):
+        containers = "lists and dicts of data sets, as caches and records are"
+        return _CHANGED.format(containers, " (a replay buffer)")
+    kind = type(value)
+    of = f"attributes of a `{kind.__name__}` of `{kind.__module__.partition('.')[0]}`"
+    return _CHANGED.format(of, " (a scaler, an environment)")
+
+
+def trace_of(value: Any) -> Any:
+    """Return what differs once a container, or an object of a library, has changed; None: nothing.
+
+    Of a container it is how much it holds, and some of that; of an object the arrays in it and in
+    what it holds.
+    """
+    kind = type(value)
+    if issubclass(kind, CONTAINERS):
+        inner = value.values() if issubclass(kind, dict) else value
+        every = 1 + len(value) // _MOST_VALUES
+        some = inner[::every] if issubclass(kind, list | tuple) else islice(inner, _MOST_VALUES)
+        held = [each if type(each) in SCALARS else id(each) for each in some]
+        return len(value), None if issubclass(kind, set) else hash(tuple(held))
+    if not _is_of_library(value):
+        return None
+    found, waiting, seen = list[Any](), [value], set[int]()
+    for each in islice(waiting, _MOST_OBJECTS):  # it grows
+        if isinstance(each, Tensor):
+            found.append((id(each), None if each.is_inference() else each._version))
+        elif is_array(each):
+            is_read = each.nbytes <= _LARGEST and not each.dtype.hasobject
+            found.append(blake2b(each.tobytes()).digest() if is_read else id(each))
+        elif id(each) not in seen:
+            seen.add(id(each))
+            inner = each.values() if type(each) is dict else each
+            if type(each) not in (list, tuple, dict):
+                inner = vars(each).values() if _is_of_library(each) else ()
+            waiting += [one for one in islice(inner, _MOST_OBJECTS) if type(one) not in SCALARS]
+    return found or None
+
+
+def _is_of_library(value: Any) -> bool:
+    kind = type(value)
+    is_ours = kind.__module__.partition(".")[0] in ("builtins", "numpy", "torch", "trainkit")
+    return kind.__dictoffset__ != 0 and not (is_ours or is_users(kind) or is_owner(value))
 
 
 def why_lost(
-    value: Any, was_held: bool, is_data: bool, is_shard_of_its_own: Callable[[Any], bool]
+    value: Any,
+    has_changed: bool,
+    was_held: bool,
+    is_data: bool,
+    is_shard_of_its_own: Callable[[Any], bool],
 ) -> str:
     """Return what is to be said of a value that is not saved; nothing of most.
 
     Args:
+        has_changed: Whether it has another trace than when training began.
         was_held: Whether it was saved before, or would have been.
         is_data: Whether a data set holds it, or a loader.
         is_shard_of_its_own: Whether a value is a shard, and none of the model's.
     """
     kind, why = type(value), ""
+    if has_changed:
+        return _why_changed(value)
     if was_held and issubclass(kind, list | dict | set | deque):
         why = (
             "has become what no checkpoint holds: it is too large or deep (a callback's may "

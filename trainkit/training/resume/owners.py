@@ -41,6 +41,8 @@ def is_owner(value: Any) -> bool:
         return True
     if kind.__module__ == _SHARED:
         return hasattr(kind, "value")
+    if hasattr(kind, "partial_fit"):  # an estimator, whose attributes are what it has learnt
+        return True
     is_other = issubclass(kind, _NO_OWNERS) or hasattr(kind, "on_fit_start")
     return not is_other and is_users(kind)
 
