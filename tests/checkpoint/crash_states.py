@@ -230,9 +230,13 @@ def states(trace: Trace) -> Iterator[tuple[Disk, Promise]]:
         undone += itertools.combinations(open_changes, 2)
         contents = {mode: _contents(prefix, mode) for mode in DATA_MODES}
         modes = [m for m in DATA_MODES if m == "kept" or contents[m] != contents["kept"]]
-        for dropped, mode in itertools.product(dict.fromkeys(undone), modes):
-            names = _names(prefix, set(dropped))
-            yield frozenset(_walk(0, "", names, contents[mode], trace.folders)), promises.now()
+        safe = min(open_changes, default=length)
+        before, promise = _names(prefix[:safe]), promises.now()
+        for dropped in dict.fromkeys(undone):
+            rest = [op for i, op in enumerate(prefix[safe:], safe) if i not in dropped]
+            names = _names(rest, before)
+            for mode in modes:
+                yield frozenset(_walk(0, "", names, contents[mode], trace.folders)), promise
 
 
 def _open_changes(prefix: list[Op]) -> list[int]:
@@ -246,10 +250,13 @@ def _open_changes(prefix: list[Op]) -> list[int]:
     return found
 
 
-def _names(prefix: list[Op], dropped: set[int]) -> dict[int, dict[str, int]]:
-    names: dict[int, dict[str, int]] = {}
-    for index, op in enumerate(prefix):
-        if op.kind != "names" or index in dropped:
+def _names(
+    ops: list[Op], before: dict[int, dict[str, int]] | None = None
+) -> dict[int, dict[str, int]]:
+    """Return the names in each folder after `ops`, where those of `before` had been."""
+    names = {inode: {**folder} for inode, folder in (before or {}).items()}
+    for op in ops:
+        if op.kind != "names":
             continue
         folder = names.setdefault(op.inode, {})
         for name, inode in op.removed:

@@ -38,23 +38,40 @@ def record(root: Path, keep: int, processes: int) -> Trace:
     return Trace.of(recorder.events, root)
 
 
-def problem_of(disk: Disk, promise: Promise, root: Path) -> str:
+Opened = dict[Disk, int | str]
+"""The step of a folder's checkpoint, or what is wrong with it: each is opened once."""
+
+
+def problem_of(disk: Disk, promise: Promise, root: Path, opened: Opened) -> str:
     """Return what is wrong with a state, or nothing."""
     root.mkdir()
     try:
         materialise(disk, root)
-        return _problem(CheckpointStore(root / "run" / "checkpoints"), promise)
+        store = CheckpointStore(root / "run" / "checkpoints")
+        found = [_opened(disk, store, path, root, opened) for path in folders(store.directory)]
+        return _problem(store, promise, found)
     finally:
         shutil.rmtree(root)
 
 
-def _problem(store: CheckpointStore, promise: Promise) -> str:
-    valid = set()
-    for path in folders(store.directory):
+def _opened(
+    disk: Disk, store: CheckpointStore, path: Path, root: Path, opened: Opened
+) -> int | str:
+    place = str(path.relative_to(root))
+    content = frozenset(item for item in disk if item[0].startswith(place))
+    if content not in opened:
         try:
-            valid.add(store.open(path).step)
+            opened[content] = store.open(path).step
         except CheckpointError as error:
-            return f"visible, but broken: {error}"
+            opened[content] = f"visible, but broken: {error}"
+    return opened[content]
+
+
+def _problem(store: CheckpointStore, promise: Promise, found: list[int | str]) -> str:
+    for broken in found:
+        if isinstance(broken, str):
+            return broken
+    valid = set(found)
     if not promise.steps <= valid:
         return f"{sorted(promise.steps)} were promised, but {sorted(valid)} are there"
     newest = store.newest_valid(print)
@@ -70,13 +87,14 @@ def _problem(store: CheckpointStore, promise: Promise) -> str:
 def first_problem(trace: Trace, root: Path) -> tuple[str, int]:
     """Return the first problem of all states, or nothing; and how many states were looked at."""
     seen: set[tuple[Disk, Promise]] = set()
+    opened: Opened = {}
     count = 0
     for disk, promise in states(trace):
         count += 1
         if (disk, promise) in seen:
             continue
         seen.add((disk, promise))
-        problem = problem_of(disk, promise, root)
+        problem = problem_of(disk, promise, root, opened)
         if problem:
             return problem, count
     return "", count

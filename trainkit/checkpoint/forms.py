@@ -41,6 +41,9 @@ class Only(dict[Any, Any]):
 
 def check_form(value: Any, form: Any, *keys: Any) -> None:
     """Raise `Unfit` where a value is not of a form; `keys` say where it stands."""
+    if type(form) is type and form in _PLAIN:  # most are
+        _require(_PLAIN[form][1](value), _PLAIN[form][0], value, keys)
+        return
     origin, inner = get_origin(form), get_args(form)
     if origin is list:
         form = [*inner]
@@ -71,9 +74,6 @@ def check_form(value: Any, form: Any, *keys: Any) -> None:
     elif origin in (Union, UnionType):
         if value is not None:
             check_form(value, inner[0], *keys)
-    elif form in _PLAIN:
-        what, holds = _PLAIN[form]
-        _require(holds(value), what, value, keys)
     elif isinstance(form, type):
         _require(isinstance(value, form), f"a {form.__name__}".lower(), value, keys)
     else:
