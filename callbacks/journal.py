@@ -30,6 +30,7 @@ from trainkit.types import StepResult
 __all__ = ["Journal"]
 
 _OURS = Path(device.__file__).parent
+_INSTALLED = {"site-packages", "dist-packages"}
 _OFTEN = 50  # steps at least between two looks at the device
 _SELDOM = 1024  # the same, at most
 
@@ -177,20 +178,18 @@ def _files(run: Run) -> set[Path]:
     parts += [getattr(run.train_loader.source, "dataset", None), run.lr_schedule, run.optimizer]
     named = {type(part).__module__ for part in parts}
     main = getattr(sys.modules["__main__"], "__file__", None)
-    folder = None if main is None else os.path.join(Path(main).resolve().parent, "")
+    folder = os.path.join(Path(main).resolve().parent, "") if main else ""
     kinds = ("stdlib", "platstdlib", "purelib", "platlib")
-    installed = {str(_OURS), *map(sysconfig.get_path, kinds)}
-    found = set()
-    for name, module in [*sys.modules.items()]:
-        file = getattr(module, "__file__", None)
-        if not isinstance(file, str) or not file.endswith(".py"):
+    installed = tuple(os.path.join(str(p), "") for p in (_OURS, *map(sysconfig.get_path, kinds)))
+    near = folder != "" and not folder.startswith(installed)  # else none of the thousands is
+    found = set[Path]()
+    for name in [*sys.modules] if near else named:
+        file = getattr(sys.modules.get(name), "__file__", None)
+        if not isinstance(file, str) or not file.endswith(".py") or file.startswith(installed):
             continue
-        near = folder is not None and file.startswith(folder)  # there may be thousands
-        if (near or name in named) and (path := Path(file)).is_file():
-            is_own = {"site-packages", "dist-packages"}.isdisjoint(path.parts)
-            if is_own and not any(path.is_relative_to(place) for place in installed):
-                found.add(path)
-    return found
+        if name in named or file.startswith(folder):
+            found.add(Path(file))
+    return {path for path in found if _INSTALLED.isdisjoint(path.parts) and path.is_file()}
 
 
 @cache
