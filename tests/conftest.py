@@ -17,7 +17,7 @@ import torch.distributed.tensor
 
 from tests.audit import Audit
 from tests.helpers.s3 import S3, serving
-from tests.helpers.warm import import_ours, warm
+from tests.helpers.warm import import_ours, settle, warm
 
 _MEMORY = Path("/dev/shm")  # a file system without a disk, on Linux
 _ENOUGH = 4 << 30  # bytes
@@ -59,10 +59,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Import what forks would one by one; spare searches for garbage what stays until the end."""
+    """Import what forks would one by one, and make them cheap."""
     import_ours()
-    gc.collect()
-    gc.freeze()
+    settle()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -35,7 +35,7 @@ from contextlib import contextmanager, suppress
 from types import ModuleType
 from typing import Any
 
-__all__ = ["import_ours", "warm"]
+__all__ = ["import_ours", "settle", "warm"]
 
 _IMPORTS = (
     *("numpy", "torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor"),
@@ -55,6 +55,7 @@ _CLONE = {"x86_64": 56, "aarch64": 220}.get(platform.machine(), 0)  # numbers of
 _CLONE_PARENT, _SET_TID, _CLEAR_TID = 0x8000, 0x01000000, 0x00200000
 _TID = {"x86_64": 720, "aarch64": 208}.get(platform.machine(), 0)  # in glibc's `struct pthread`
 _LIBC = ctypes.PyDLL(None)
+_COLLAPSE, _LARGE = 25, 1 << 21  # what `madvise` is told, and the bytes of a large page
 _EXECUTE: Any = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 
 
@@ -179,6 +180,24 @@ def import_ours() -> None:
         if not module.name.endswith(("__main__", "sitecustomize")):  # which are programs
             with suppress(ImportError):
                 importlib.import_module(module.name)
+
+
+def settle() -> None:
+    """Make forks of this process cheap: what it holds stays, and lies in few large pages.
+
+    A fork copies the table of all pages, and a child that ends takes it down: 50 ms for half a
+    gigabyte in pages of 4 kB, 20 in large ones. Where the system has none, nothing changes.
+    """
+    gc.collect()
+    gc.freeze()
+    with suppress(OSError), open("/proc/self/maps") as maps:
+        for line in maps:
+            span, rights, _, _, inode, *_ = line.split()
+            if rights == "rw-p" and inode == "0":
+                begin, end = (int(at, 16) for at in span.split("-"))
+                begin, end = -(-begin // _LARGE) * _LARGE, end // _LARGE * _LARGE
+                if begin < end:
+                    _LIBC.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _COLLAPSE)
 
 
 # What follows runs in the process that is cloned, and in the clones.
@@ -349,7 +368,6 @@ if __name__ == "__main__":
         with suppress(ImportError):
             importlib.import_module(_name)
     import_ours()
-    gc.collect()
-    gc.freeze()
+    settle()
     _own = socket.socket(fileno=int(sys.argv[1]))
     _be_program(_serve(_own), _before)
