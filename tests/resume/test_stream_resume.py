@@ -104,6 +104,21 @@ def test_the_same_object_goes_on_after_the_last_sample(kind: str, tmp_path: Path
     kill_and_resume(0, tmp_path, cases + [(kind, workers, 4) for workers in ("two", "lasting")])
 
 
+class Anew(streams.Counting):
+    """Forgets in `__iter__` what it was given."""
+
+    def __iter__(self) -> Iterator[streams.Sample]:
+        self.position = 0
+        return super().__iter__()
+
+
+@pytest.mark.parametrize("workers", ["none", "one"])
+def test_a_data_set_that_does_not_take_its_state_is_told(workers: str, tmp_path: Path) -> None:
+    train(Anew(), tmp_path, 4, workers=WORKERS[workers])
+    with pytest.warns(UserWarning, match="`Anew` begins .* from which its `__iter__` must go on"):
+        train(Anew(), tmp_path, resume="must", workers=WORKERS[workers])
+
+
 @pytest.mark.e2e
 def test_two_processes_go_on_after_the_last_sample(tmp_path: Path) -> None:
     cases = [(kind, "none", 4) for kind in (*STATEFUL, "Stateless", "Sharded", "Merging")]

@@ -50,7 +50,8 @@ class StreamPosition:
         if not is_alike or first not in (None, self.first):
             warnings.warn(
                 f"`{type(self._dataset).__name__}` begins with another sample for each worker or "
-                "process, or in a resume: samples come twice or never. Split nothing, and draw "
+                "process, or in a resume, or anew in a resume though it was given a state, from "
+                "which its `__iter__` must go on: samples come twice or never. Split nothing, draw "
                 "from the global generators (`.shuffle(1000, rng=random)` in webdataset). What "
                 "follows weights or a memory that training changes resumes between epochs alone "
                 "(`Checkpoint(every_n_epochs=1)`), or by a `state_dict` of its own.",

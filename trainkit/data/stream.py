@@ -109,7 +109,7 @@ class StreamReader(Fetch):
         if start is not None and start["inside"]:
             if self._start is not None:
                 self._start.resume()
-            self._go_on(start["state"])
+            self._go_on(start["state"], start.get("first"))
             return
         if start is not None and self._start is not None and "dataset" in start["state"]:
             self._start.follow(start["state"]["dataset"])
@@ -154,8 +154,8 @@ class StreamReader(Fetch):
             self._iterator = iter(())
         return copy.deepcopy(self._data.state_dict())
 
-    def _go_on(self, state: dict[str, Any]) -> None:
-        """Begin where a state was taken."""
+    def _go_on(self, state: dict[str, Any], first: str | None) -> None:
+        """Begin where a state was taken, in a pass whose first sample has this digest."""
         self._at = state["items"]
         if state["ended"]:
             self._state, self._ended = state, True
@@ -166,12 +166,13 @@ class StreamReader(Fetch):
             # the next sample must be under its own. So the last one is read again, and dropped.
             self._open(kind, state["before_last"])
             rng.seed_host(self._key(0))
-            if next(self._iterator, self) is not self and is_same(
-                self._owner.state_dict(), state[kind]
-            ):
+            item = next(self._iterator, _END)
+            if item is not _END and is_same(self._owner.state_dict(), state[kind]):
                 if self._start is not None:
                     self._start.is_elsewhere(is_empty=False)
                 return
+            if item is not _END and state["items"] > 1 and _digest_of(item) == first:
+                self._digest = "begins anew"  # the state was not taken
         self._open(kind, state[kind])
 
     def _taken_state(self) -> dict[str, Any] | None:
@@ -239,7 +240,7 @@ class StreamReader(Fetch):
                 else:
                     self._at += 1
                     if self._at == 1 and self.seeds and self.in_training:
-                        self._digest = digest_of([repr(map_leaves(item, lambda x: digest_of([x])))])
+                        self._digest = _digest_of(item)
                     if self._batch_size is not None or count_samples(item):
                         items.append(item)
         except Exception as error:
@@ -272,6 +273,10 @@ class StreamReader(Fetch):
 
 
 _END = object()
+
+
+def _digest_of(item: Any) -> str | None:
+    return digest_of([repr(map_leaves(item, lambda x: digest_of([x])))])
 
 
 def _read_once(iterator: Iterator[Any], dataset: Any) -> Iterator[Any]:
