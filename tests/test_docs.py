@@ -27,10 +27,10 @@ from types import ModuleType
 import pytest
 
 from tests.helpers.markdown import Block, blocks, commands, links
+from tests.helpers.scripts import ROOT, shell
 from tests.helpers.tiers import with_few
 from trainkit.cli import main as cli
 
-ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 README = ROOT / "README.md"
@@ -179,17 +179,8 @@ def test_commands_beside_figures_can_be_started(page: Path) -> None:
 def test_the_ten_minute_start_does_what_it_says(tmp_path: Path) -> None:
     scripts = [block for block in blocks(START) if block.language == "bash"]
     (tmp_path / "train.py").write_text(_titled(START, "train.py"), "utf-8")
-    environment = _with_commands(tmp_path)
     for script in scripts[1:]:  # the first one installs
-        done = subprocess.run(
-            ["bash", "-e", "-c", script.code],
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=SECONDS,
-        )
+        done = _run(["bash", "-e", "-c", script.code], tmp_path)
         assert done.returncode == 0, f"{script.code}\n{done.stdout}\n{done.stderr}"
         if "--kill-at" in script.code:
             assert "ended with code 137" in done.stdout
@@ -237,18 +228,12 @@ def test_the_slurm_script_saves_and_puts_itself_back_into_the_queue(tmp_path: Pa
         _titled(DOCS / "how-to" / "slurm.md", f"{script.relative_to(ROOT)}") == script.read_text()
     )
     (tmp_path / "train.py").write_text(SIGNALLED, "utf-8")
-    environment = _with_commands(tmp_path) | {"SLURM_JOB_ID": "7"}
+    (tmp_path / "bin").mkdir()
     for name, code in (("srun", 'exec "$@"'), ("scontrol", 'echo "$@" >> asked')):
         (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{code}\n", "utf-8")
         (tmp_path / "bin" / name).chmod(0o755)
-    done = subprocess.run(
-        ["bash", script, "train.py", "--output-dir", "runs/big"],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=SECONDS,
+    done = _run(
+        ["bash", str(script), "train.py", "--output-dir", "runs/big"], tmp_path, SLURM_JOB_ID="7"
     )
     assert done.returncode == 75, f"{done.stdout}\n{done.stderr}"
     assert (tmp_path / "asked").read_text("utf-8") == "requeue 7\n"
@@ -259,18 +244,17 @@ def _titled(page: Path, title: str) -> str:
     return next(block.code for block in blocks(page) if block.title == title)
 
 
-def _with_commands(folder: Path) -> dict[str, str]:
-    """Return an environment in which `python` and `trainkit` are those of this test."""
-    (folder / "bin").mkdir()
-    for name, start in (
-        ("python", sys.executable),
-        ("trainkit", f"{sys.executable} -m trainkit.cli"),
-    ):
-        command = folder / "bin" / name
-        command.write_text(f'#!/bin/sh\nexec {start} "$@"\n', "utf-8")
-        command.chmod(0o755)
-    paths = {"PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
-    return {**os.environ, **paths, "OMP_NUM_THREADS": "1"}
+def _run(command: list[str], folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    with shell(folder) as environment:
+        return subprocess.run(
+            command,
+            cwd=folder,
+            env={**environment, **variables},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=SECONDS,
+        )
 
 
 def _last_figures(run: Path) -> dict[str, float]:
