@@ -142,9 +142,10 @@ class Attributes:
         owners, self._traces = {}, {}
         for name, owner, held, marks in self._looked_at():
             owners[name], self._before[name] = (owner, marks), marks
-            is_data = name.startswith("data") and not self._is_of_stream(name)
-            for key, value in held.items():
-                if key not in marks and (is_data or not issubclass(type(value), CONTAINERS)):
+            for key, value in held.items() if not self._is_of_stream(name) else ():
+                # What libraries keep in a data set's transforms is of the latest sample.
+                is_traced = issubclass(type(value), CONTAINERS) == name.startswith("data")
+                if key not in marks and is_traced:
                     self._traces[f"{name}.{key}"] = trace_of(value)
         for name, own in self._loaded.items():
             owner, _ = owners.get(name.removeprefix(_ORDER), (None, {}))

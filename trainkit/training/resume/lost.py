@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from trainkit.basics.outside import is_users
+from trainkit.basics.rng import is_generator, state_of
 from trainkit.training.resume.owners import is_owner
 from trainkit.training.resume.values import SCALARS, is_array, is_large_of_graph
 
@@ -37,8 +38,8 @@ def _why_changed(value: Any) -> str:
 def trace_of(value: Any) -> Any:
     """Return what differs once a container, or an object of a library, has changed; None: nothing.
 
-    Of a container it is how much it holds, and some of that; of an object the arrays in it and in
-    what it holds.
+    Of a container it is how much it holds, and some of that; of an object the arrays and
+    generators in it and in what it holds.
     """
     kind = type(value)
     if issubclass(kind, CONTAINERS):
@@ -56,12 +57,14 @@ def trace_of(value: Any) -> Any:
         elif is_array(each):
             is_read = each.nbytes <= _LARGEST and not each.dtype.hasobject
             found.append(blake2b(each.tobytes()).digest() if is_read else id(each))
+        elif is_generator(each):
+            found.append(repr(state_of(each)))
         elif id(each) not in seen:
             seen.add(id(each))
-            inner = each.values() if type(each) is dict else each
-            if type(each) not in (list, tuple, dict):
-                inner = vars(each).values() if _is_of_library(each) else ()
-            waiting += [one for one in islice(inner, _MOST_OBJECTS) if type(one) not in SCALARS]
+            inner = vars(each) if _is_of_library(each) else each
+            inner = inner.values() if type(inner) is dict else inner
+            if type(inner) in (list, tuple) or inner is not each:
+                waiting += [x for x in islice(inner, _MOST_OBJECTS) if type(x) not in SCALARS]
     return found or None
 
 
