@@ -17,7 +17,7 @@ import torch.distributed.tensor
 
 from tests.audit import Audit
 from tests.helpers.s3 import S3, serving
-from tests.helpers.warm import import_ours, settle, warm
+from tests.helpers.warm import import_ours, keep_environment, settle, warm
 
 _MEMORY = Path("/dev/shm")  # a file system without a disk, on Linux
 _ENOUGH = 4 << 30  # bytes
@@ -60,6 +60,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """Import what forks would one by one, and make them cheap."""
+    keep_environment()
     import_ours()
     settle()
 

@@ -35,7 +35,7 @@ from contextlib import contextmanager, suppress
 from types import ModuleType
 from typing import Any
 
-__all__ = ["import_ours", "settle", "warm"]
+__all__ = ["import_ours", "keep_environment", "settle", "warm"]
 
 _IMPORTS = (
     *("numpy", "torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor"),
@@ -140,6 +140,7 @@ def _order(told: dict[str, Any], server: _Server) -> dict[str, Any] | None:
     }
 
 
+_kept: dict[str, str] = {}
 _servers: dict[tuple[int, tuple[str, ...]], _Server] = {}  # by who has it, and `imports`
 
 
@@ -157,7 +158,7 @@ def warm(*, inside: int = 0, imports: tuple[str, ...] = ()) -> Iterator[None]:
     key = os.getpid(), imports
     if key not in _servers:
         ours, theirs = socket.socketpair()
-        environment = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        environment = {**(_kept or os.environ), "TORCH_CPP_LOG_LEVEL": "ERROR"}
         subprocess.Popen(
             [sys.executable, __file__, str(theirs.fileno()), *imports],
             stdin=subprocess.DEVNULL,
@@ -172,6 +173,11 @@ def warm(*, inside: int = 0, imports: tuple[str, ...] = ()) -> Iterator[None]:
         yield
     finally:
         kind._execute_child = before
+
+
+def keep_environment() -> None:
+    """Let programs begin as in the environment of now, whatever the test has changed of it."""
+    _kept.update(os.environ)
 
 
 def import_ours() -> None:

@@ -89,3 +89,19 @@ def test_what_needs_an_interpreter_of_its_own_gets_one() -> None:
                 [sys.executable, *words, "-c", code], env={**os.environ, **variables}, text=True
             )
             assert output.split() == ["False", str(variables.get("PYTHONHASHSEED"))]
+
+
+def test_the_first_test_that_starts_programs_may_have_changed_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = {**os.environ}
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    with warm(imports=("colorsys",)):  # nobody has begun with it
+        found = subprocess.run(
+            [sys.executable, "-c", "import sys; print({'torch', 'colorsys'} <= {*sys.modules})"],
+            env=before,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    assert found.stdout == "True\n"
