@@ -49,7 +49,7 @@ _READ_ONCE = (
 )
 _MAY_DIFFER = (
     *("PYTHONPATH", "PYTHONUNBUFFERED"),
-    *("LC_CTYPE", "TORCHELASTIC_", "TORCH_NCCL_", "TORCH_CPP_LOG"),
+    *("LC_CTYPE", "TORCHELASTIC_", "TORCH_NCCL_", "TORCH_CPP_LOG", "TORCH_DISABLE_SHARE_"),
 )
 _CLONE = {"x86_64": 56, "aarch64": 220}.get(platform.machine(), 0)  # numbers of a system call
 _CLONE_PARENT, _SET_TID, _CLEAR_TID = 0x8000, 0x01000000, 0x00200000
