@@ -286,8 +286,11 @@ KINDS: dict[str, dict[str, Any]] = {
 @pytest.mark.e2e
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="says that the CPU is the accelerator")
 @pytest.mark.parametrize("kind", ["MULTI_CPU", pytest.param("FSDP", marks=pytest.mark.slow)])
-def test_transformers_trains_as_under_accelerate_launch(kind: str, tmp_path: Path) -> None:
+def test_transformers_trains_as_under_accelerate_launch(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("transformers")
+    monkeypatch.delenv("HF_HOME")  # the file is named, and with it programs would not begin warm
     script = tmp_path / "train.py"
     script.write_text(ON_CPU * (kind == "FSDP") + TRAINS)
     file = {**yaml.safe_load(ACCELERATE), "mixed_precision": "no", **KINDS[kind]}
