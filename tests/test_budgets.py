@@ -34,7 +34,7 @@ def test_files_stay_short() -> None:
     assert not too_long
 
 
-LIMITS = {"trainkit": 60_211, "what the trainer can reach": 28_188, "what the loop imports": 4_460}
+LIMITS = {"trainkit": 60_260, "what the trainer can reach": 28_188, "what the loop imports": 4_460}
 """Lines. Where less is reached the limit follows; 44,000 and 22,000 are wanted of the first two.
 
 5,590 of the first stand in rings that came last: object storage, more names of Accelerate, the page
@@ -53,6 +53,7 @@ parallel in one, and DDP where it is passed as a strategy. 35 drop what `fully_s
 reduced, and refuse what a cut does not fit.
 19 find what hooks in a model remember, and take scripted models; 14 of them are beside what torch
 does not document, which the loop imports. 6 tell of a stream that does not take its state.
+48 let a schedule of an own loop go on where the training is, on other numbers of processes.
 """
 
 

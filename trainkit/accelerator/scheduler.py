@@ -1,6 +1,6 @@
 """A learning-rate scheduler that follows the prepared optimizers."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -37,7 +37,8 @@ class PreparedScheduler:
         self.scheduler = scheduler
         self.optimizers = list(optimizers)
         self._accumulation = accumulation
-        self._steps = steps
+        self.pace = [steps if step_with_optimizer else 1] * 2
+        """What one step counts, and would in a schedule of the script's present length."""
         self._step_with_optimizer = step_with_optimizer
 
     def step(self, *args: Any, **kwargs: Any) -> None:
@@ -51,7 +52,7 @@ class PreparedScheduler:
         total = getattr(self.scheduler, "total_steps", None)
         # One metric is one observation: seen twice, it would have stopped improving.
         follows_metric = isinstance(self.scheduler, ReduceLROnPlateau)
-        for _ in range(1 if follows_metric else self._steps):
+        for _ in range(1 if follows_metric else self.pace[0]):
             # A one-cycle schedule raises beyond its end, where the last steps may lead.
             if total is None or steps_of_schedule(self.scheduler) <= total:
                 self.scheduler.step(*args, **kwargs)
@@ -65,8 +66,44 @@ class PreparedScheduler:
         """Give the state to the scheduler inside."""
         self.scheduler.load_state_dict(state_dict)
 
+    def go_on(
+        self, state: dict[str, Any], pace: list[int], *, splits: bool, windows: float
+    ) -> None:
+        """Load the state of a training whose batches other processes may have shared.
+
+        Args:
+            state: The state of the scheduler inside.
+            pace: Its `pace`.
+            splits: Whether more processes have smaller batches.
+            windows: Micro-batches of a window then for one of now.
+        """
+        now = self.pace[1]
+        more = (now / pace[1] if splits else 1) * windows if now != pace[1] else 1
+        if "lr_lambdas" not in state:  # it holds its length
+            self.pace = [max(1, round(pace[0] * now / (pace[1] * more))), now]
+        elif more != 1:  # its length is that of the script, and so of now
+            count = round(state["last_epoch"] * more)
+            state = {**state, "last_epoch": count, "_step_count": count + 1}
+        self.load_state_dict(state)
+
     def __getattr__(self, name: str) -> Any:
         """Return what else the scheduler inside has."""
         if name == "scheduler":
             raise AttributeError(name)
         return getattr(self.scheduler, name)
+
+
+def shares_of(loaders: Sequence[Any], saved: Mapping[str, Any], num_steps: int) -> dict[str, Any]:
+    """Return what `PreparedScheduler.go_on` asks of loaders and windows.
+
+    Args:
+        loaders: The prepared ones.
+        saved: What a state has of the loop.
+        num_steps: Micro-batches of a window.
+    """
+    name = "samples of a global batch"
+    facts = [each.get("facts", {}).get(name) for each in saved["loaders"]]
+    pairs = zip(loaders, facts, strict=False)
+    same = [was == now for one, was in pairs if was and (now := one.order_facts().get(name))]
+    micro = saved.get("micro_batches", 0) / num_steps
+    return {"splits": any(same) or not same, "windows": micro if same and micro else 1}

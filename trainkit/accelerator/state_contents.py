@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from trainkit.accelerator.accumulation import Accumulation
 from trainkit.accelerator.gradients import Gradients
 from trainkit.accelerator.preparer import Registry
+from trainkit.accelerator.scheduler import shares_of
 from trainkit.accelerator.zero_loop import LoopDeepSpeed
 from trainkit.basics import rng
 from trainkit.basics.torch_internals import sparse_parts
@@ -21,7 +22,7 @@ from trainkit.checkpoint import Checkpoint
 from trainkit.checkpoint.checkpoint import open_share
 from trainkit.checkpoint.exact import as_parameter, load_model, load_state
 from trainkit.checkpoint.format.names import process_part
-from trainkit.checkpoint.forms import check_form, maybe
+from trainkit.checkpoint.forms import at_least, check_form, maybe
 from trainkit.checkpoint.per_process import put_own, states_for, take_states
 from trainkit.checkpoint.training_state import (
     SCALE,
@@ -68,7 +69,14 @@ _LOADER = {
     "generators?": [torch_state],
 }
 _WINDOWS = {"count": int, "in_window": int, "divisor": int}
-_LOOP = {"schedulers": [Any], "loaders": [_LOADER], "scaler": {}, "accumulation": _WINDOWS}
+_LOOP = {
+    "schedulers": [Any],
+    "paces?": [(at_least(1), at_least(1))],  # older states have neither this nor the next
+    "micro_batches?": at_least(1),
+    "loaders": [_LOADER],
+    "scaler": {},
+    "accumulation": _WINDOWS,
+}
 """The form of what all processes have alike beside models and optimizers."""
 _PROCESS = {
     **STREAMS,
@@ -349,10 +357,12 @@ class StateContents:
         for name, thing in self._objects().items():
             with applying(f"The registered `{type(thing).__name__}`", path):
                 load_state(thing, loaded.objects[name])
-        loop = parts["loop"]
-        for scheduler, state in zip(self.registry.schedulers, loop["schedulers"], strict=False):
+        loop, schedulers = parts["loop"], self.registry.schedulers
+        paces = loop.get("paces") or [scheduler.pace for scheduler in schedulers]
+        shares = shares_of(self.registry.loaders, loop, self.accumulation.num_steps)
+        for scheduler, state, pace in zip(schedulers, loop["schedulers"], paces, strict=False):
             with applying("The scheduler", path):
-                scheduler.load_state_dict(state)
+                scheduler.go_on(state, pace, **shares)
         if self.gradients.scaler is not None and loop["scaler"]:
             self.gradients.scaler.load_state_dict(loop["scaler"])
         self.gradients.forget()
@@ -432,6 +442,8 @@ class StateContents:
         }
         parts["loop"] = {
             "schedulers": [scheduler.state_dict() for scheduler in self.registry.schedulers],
+            "paces": [scheduler.pace for scheduler in self.registry.schedulers],
+            "micro_batches": self.accumulation.num_steps,
             "loaders": [loader.state_dict() for loader in self.registry.loaders],
             "scaler": self.gradients.scale_state(),
             "accumulation": self.accumulation.state_dict(),
