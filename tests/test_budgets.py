@@ -34,7 +34,7 @@ def test_files_stay_short() -> None:
     assert not too_long
 
 
-LIMITS = {"trainkit": 60_260, "what the trainer can reach": 28_188, "what the loop imports": 4_460}
+LIMITS = {"trainkit": 60_302, "what the trainer can reach": 28_230, "what the loop imports": 4_460}
 """Lines. Where less is reached the limit follows; 44,000 and 22,000 are wanted of the first two.
 
 5,590 of the first stand in rings that came last: object storage, more names of Accelerate, the page
@@ -54,6 +54,8 @@ reduced, and refuse what a cut does not fit.
 19 find what hooks in a model remember, and take scripted models; 14 of them are beside what torch
 does not document, which the loop imports. 6 tell of a stream that does not take its state.
 48 let a schedule of an own loop go on where the training is, on other numbers of processes.
+42 find what hooks of optimizers and functions of schedules remember, and tell of callbacks that
+overwrite what a resume brought back.
 """
 
 

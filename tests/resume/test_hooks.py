@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam
+from torch.optim.lr_scheduler import LambdaLR, SequentialLR
 from torch.utils.data import DataLoader
 
 from tests.helpers.callbacks import StopsAt
 from tests.helpers.toys import FEATURES, toy_dataset
-from trainkit import Trainer
+from trainkit import Callback, Run, Trainer
 from trainkit.callbacks import Checkpoint, Evaluation
 
 EPOCHS, CUT = 2, 4  # of six updates each
@@ -136,3 +137,82 @@ def test_a_scripted_model_trains_and_is_resumed(tmp_path: Path) -> None:
     train("stopped", StopsAt(2))
     whole, resumed = train("whole").state_dict(), train("stopped", resume="must").state_dict()
     assert all(torch.equal(whole[key], resumed[key]) for key in whole)
+
+
+def _train(
+    folder: Path,
+    make: Callable[[nn.Sequential], tuple[SGD, Any]],
+    *callbacks: Any,
+    resume: Any = None,
+) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(FEATURES, 4), nn.Tanh(), nn.Linear(4, 2))
+    optimizer, schedule = make(model)
+    trainer = Trainer(
+        max_epochs=EPOCHS, output_dir=folder, callbacks=[Checkpoint(every_n_steps=CUT), *callbacks]
+    )
+    trainer.fit(
+        model,
+        DataLoader(toy_dataset(24), 4),
+        optimizer=optimizer,
+        lr_scheduler=schedule,
+        loss_fn=nn.functional.cross_entropy,
+        resume=resume,
+    )
+    return model
+
+
+def test_what_hooks_of_an_optimizer_and_functions_of_a_schedule_remember_comes_back(
+    tmp_path: Path,
+) -> None:
+    def make(model: nn.Sequential) -> tuple[SGD, Any]:
+        rate, calls, average = 1.0, [0], [p.detach().clone() for p in model.parameters()]
+
+        def before(optimizer: Any, *_: Any) -> None:
+            for p, mean in zip(model.parameters(), average, strict=True):
+                assert p.grad is not None
+                p.grad.mul_(1 + calls[0]).add_(p.detach() - mean)
+
+        def after(optimizer: Any, *_: Any) -> None:
+            calls[0] += 1
+            for p, mean in zip(model.parameters(), average, strict=True):
+                mean.lerp_(p.detach(), 0.1)
+
+        def falling(step: int) -> float:
+            nonlocal rate
+            rate *= 0.9
+            return rate
+
+        optimizer = SGD(model.parameters(), lr=0.1)
+        optimizer.register_step_pre_hook(before)
+        optimizer.register_step_post_hook(after)
+        inner: list[Any] = [LambdaLR(optimizer, falling), LambdaLR(optimizer, lambda step: 0.5)]
+        return optimizer, SequentialLR(optimizer, inner, [10])
+
+    whole = _train(tmp_path / "whole", make)
+    _train(tmp_path / "stopped", make, StopsAt(CUT))
+    resumed = _train(tmp_path / "stopped", make, resume="must")
+    for ours, theirs in zip(resumed.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+class Begins(Callback):
+    """Sets what a resume brings back."""
+
+    def on_fit_start(self, run: Run) -> None:
+        with torch.no_grad():
+            run.module.get_parameter("2.bias").data.fill_(0.3)
+        run.optimizer.param_groups[0]["lr"] = 0.2
+
+
+def test_a_callback_that_overwrites_what_came_back_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def make(model: nn.Sequential) -> tuple[SGD, Any]:
+        return SGD(model.parameters(), lr=0.1), None
+
+    _train(tmp_path, make, Begins(), StopsAt(CUT))
+    assert "has changed" not in capsys.readouterr().out
+    _train(tmp_path, make, Begins(), resume="must")
+    said = capsys.readouterr().out
+    assert "`on_fit_start` of a callback has changed parameter `2.bias`, which" in said

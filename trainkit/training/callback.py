@@ -70,7 +70,7 @@ class Callback:
         self._name = name
 
     def on_fit_start(self, run: Run) -> None:
-        """All parts are made, nothing has been trained."""
+        """All parts are made, a resume has brought back its state, nothing has been trained."""
 
     def on_epoch_start(self, run: Run) -> None:
         """An epoch begins. Not repeated where a run resumes inside an epoch."""

@@ -38,6 +38,7 @@ from trainkit.training.resume.owners import (
     attributes_in,
     beside,
     copy_of,
+    functions_in,
     has_state,
     is_owner,
     of_callbacks,
@@ -109,6 +110,7 @@ class Attributes:
         self._names: dict[int, tuple[str, Any]] = {}  # of objects that were there at the beginning
         self._traces: dict[str, Any] = {}  # of what is not saved when training began
         self._told = set[str]()
+        self.tell_overwritten: Callable[[], None] = lambda: None  # of a resume
         self._loaded: Entries = {}
         self._at_start: Entries = {}  # of the pass that is under way
         self._drawn = DrawnOrder({n: o for n, o in others.items() if n.endswith("sampler")}, say)
@@ -138,6 +140,7 @@ class Attributes:
         Raises:
             CheckpointError: An object refused its state.
         """
+        self.tell_overwritten()
         self._names, self._before = {}, {}
         owners, self._traces = {}, {}
         for name, owner, held, marks in self._looked_at():
@@ -466,7 +469,8 @@ def attributes_of(
     objects: dict[str, Any] = {}
     if not type(trainer).__module__.startswith("trainkit."):
         objects["trainer"] = trainer
-    objects[_STEP] = outside_of([trainer, loss_fn, *module.modules()])
+    called = functions_in(registered)
+    objects[_STEP] = outside_of([trainer, loss_fn, *module.modules(), *called])
     streams = []
     objects |= beside(registered)
     for key, part in ({"": loader} if loader.parts is None else loader.parts).items():

@@ -118,6 +118,17 @@ def of_callbacks(callbacks: Iterable[Any]) -> dict[str, Any]:
     return found
 
 
+def functions_in(objects: Iterable[Any]) -> list[Any]:
+    """Return what optimizers and schedules call: their hooks, and functions that give rates."""
+    tools = [each for each in objects if isinstance(each, Optimizer | LRScheduler)]
+    held = [value for each in tools for value in vars(each).values()]
+    called = [each for value in held if isinstance(value, dict) for each in value.values()]
+    called += [each for value in held if isinstance(value, list) for each in value]
+    inner = [each for each in called if isinstance(each, LRScheduler)]
+    found = [each for each in called if isinstance(each, _FUNCTIONS)]
+    return found + (functions_in(inner) if inner else [])
+
+
 def beside(objects: Iterable[Any]) -> dict[str, "Beside"]:
     """Return what stands for optimizers and schedules among the objects that are not torch's."""
     found: dict[str, Beside] = {}

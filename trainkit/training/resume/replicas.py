@@ -1,6 +1,6 @@
 """Whether processes that should hold the same parameters and optimizer state do (rule 22)."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from numbers import Number
 from typing import Any
@@ -58,6 +58,28 @@ def check_parameters(strategy: Strategy, module: nn.Module, when: str) -> None:
     # Values of the others are elsewhere, or come with the first batch.
     known = {n: p for n, p in module.named_parameters() if not (p.is_meta or is_lazy(p))}
     check_replicas(strategy, known, [], when)
+
+
+def watch_restored(
+    module: nn.Module, optimizer: Optimizer, say: Callable[[str], None]
+) -> Callable[[], None]:
+    """Return what says which parameters, and settings of the optimizer, have changed since now."""
+
+    def digests() -> dict[str, str]:
+        known = {n: p for n, p in module.named_parameters() if not (p.is_meta or is_lazy(p))}
+        parts = getattr(optimizer, "parts", {"": optimizer}).values()
+        return digests_of(dict([*_tensors(known, []), *_settings([*parts], known)]))
+
+    def tell() -> None:
+        if changed := [name for name, now in digests().items() if before.get(name, now) != now]:
+            say(
+                f"trainkit: `on_fit_start` of a callback has changed {', '.join(changed[:3])}, "
+                "which the checkpoint had brought back: this run is not the one that was saved. "
+                "What is for a new run alone belongs under `if run.state.step == 0:`."
+            )
+
+    before = digests()
+    return tell
 
 
 def _compare(

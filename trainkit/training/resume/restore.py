@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from trainkit.basics import rng
+from trainkit.basics.outside import is_users
 from trainkit.checkpoint import Checkpoint
 from trainkit.checkpoint.candidates import candidates, first_verified
 from trainkit.checkpoint.checkpoint import open_share
@@ -44,6 +45,7 @@ from trainkit.training.resume.fingerprint import (
     say_changes,
 )
 from trainkit.training.resume.reference import check_base, read_model
+from trainkit.training.resume.replicas import watch_restored
 from trainkit.training.run import Run
 from trainkit.training.setup.epoch_order import order_problems
 from trainkit.training.several.optimizers import described
@@ -328,6 +330,9 @@ def _apply(run: Run, callbacks: CallbackList, loaded: _Loaded, schedule: str | N
     run.checkpoints.run_id = loaded.checkpoint.manifest.run_id
     run.checkpoints.resumed_from = loaded.checkpoint.step
     _apply_streams(run, loaded)
+    if any(is_users(type(each)) for each in callbacks.callbacks):
+        tell_overwritten = watch_restored(run.module, run.optimizer, run.print)
+        run.internals.attributes.tell_overwritten = tell_overwritten
 
 
 def _apply_streams(run: Run, loaded: _Loaded) -> None:
