@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import trainkit.accelerate_compat as accelerate
+from tests.helpers.needs import needs_transformers
 from tests.helpers.ranks import run_ranks
 from trainkit import Accelerator, ConfigError, FullyShardedDataParallelPlugin
 from trainkit.accelerator.parallelism import ParallelismConfig
@@ -31,7 +32,10 @@ FACTS = [
 
 @pytest.mark.parametrize(
     "sizes",
-    [{}, *WAYS, {"tp_size": 2, "dp_shard_size": 3}, {"cp_size": 2}, {"sp_size": 2}],
+    [
+        *({}, *WAYS, {"cp_size": 2}, {"sp_size": 2}),
+        pytest.param({"tp_size": 2, "dp_shard_size": 3}, marks=needs_transformers),  # Accelerate's
+    ],
     ids=str,
 )
 def test_the_facts_are_theirs(sizes: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,9 +87,10 @@ def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
 
 def hooks_of(module: nn.Module) -> list[Any]:
     """Return the hooks of a module and its parameters, which torch does not tell."""
-    kinds = "forward_pre", "forward", "backward_pre", "backward", "post_accumulate_grad"
+    forward = ("_forward_pre_hooks", "_forward_hooks")
+    backward = ("_backward_pre_hooks", "_backward_hooks", "_post_accumulate_grad_hooks")
     owners = (module, *parameters_of(module).values())
-    found = [getattr(each, f"_{kind}_hooks", None) or {} for each in owners for kind in kinds]
+    found = [getattr(each, name, None) or {} for each in owners for name in forward + backward]
     return [hook for each in found for hook in each.values()]
 
 
