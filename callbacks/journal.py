@@ -29,7 +29,7 @@ from trainkit.types import StepResult
 
 __all__ = ["Journal"]
 
-_OURS = Path(device.__file__).parent
+_OURS = Path(device.__file__).parents[1]
 _INSTALLED = {"site-packages", "dist-packages"}
 _OFTEN = 50  # steps at least between two looks at the device
 _SELDOM = 1024  # the same, at most
