@@ -290,8 +290,8 @@ class Trainer:
             resume: None: a new training. "auto": from the newest checkpoint in `output_dir`, with
                 `new_run` in the newest run there, that verifies, afresh without one. "must": as
                 "auto", but an error without one. A path: from the checkpoint in this folder.
-            schedule: Needed where a resume changes `max_epochs` or `max_steps`. "keep": the
-                learning-rate schedule goes on as it was. "rescale": it is that of the new horizon.
+            schedule: Needed where a resume changes `max_epochs` or `max_steps`, and rates have a
+                schedule. "keep": it goes on as it was. "rescale": it is that of the new horizon.
             restore_best: Leave the best weights in the model at the end, by what
                 `Checkpoint(keep_best=...)` says is best, instead of the last.
 

@@ -256,6 +256,21 @@ def test_a_changed_horizon_must_be_spelt_out(tmp_path: Path) -> None:
         fit(0, tmp_path, None, "auto", {"max_epochs": 3})
 
 
+@pytest.mark.parametrize("first", [1, 5])
+def test_without_a_schedule_a_changed_horizon_is_what_was_meant(first: int, tmp_path: Path) -> None:
+    def train(folder: Path, epochs: int) -> list[Any]:
+        torch.manual_seed(0)
+        model = nn.Linear(5, 1)
+        trainer = Noisy(max_epochs=epochs, callbacks=[Checkpoint()], output_dir=folder)
+        optimizer = partial(AdamW, lr=0.1)
+        trainer.fit(model, DataLoader(Augmented(), 10), optimizer=optimizer, resume="auto")
+        return model.weight.tolist()
+
+    train(tmp_path / "a", first)
+    went_on, whole = train(tmp_path / "a", 3), train(tmp_path / "b", 3)
+    assert went_on == (whole if first < 3 else train(tmp_path / "c", first))
+
+
 def rates(folder: Path, epochs: int, schedule: Any) -> list[float]:
     watch = Rates()
     trainer = Noisy(max_epochs=epochs, callbacks=[watch, Checkpoint()], output_dir=folder)

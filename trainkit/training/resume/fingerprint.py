@@ -111,7 +111,7 @@ def model_problems(saved: Mapping[str, Any], module: nn.Module) -> list[str]:
 
 def horizon_problems(saved: Mapping[str, Any], run: Run, schedule: str | None) -> list[str]:
     """Return, in words, a change of the horizon that nobody decided on."""
-    if schedule is not None:
+    if schedule is not None or run.lr_schedule is None:
         return []
     changed = [
         f"`{name}` was {saved[name]} and is {getattr(run.config, name)}"
