@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -231,13 +231,47 @@ class Partly(nn.Module):
         return logits
 
 
+class Adapted(Partly):
+    """Has an adapter that sees a part of what it works on, of which one half begins as 0."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__(mesh)
+        self.mesh, self.shift = mesh, None  # type: ignore[assignment]
+        self.first = nn.Parameter(torch.ones(2))
+        self.second = nn.Parameter(torch.zeros(3))
+
+    @override
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = torch.tanh(self.up(inputs))
+        own = DTensor.from_local(hidden * self.first, self.mesh, [Partial()])
+        logits: Tensor = self.down(hidden) + own.full_tensor().sum(1, keepdim=True) * self.second
+        return logits
+
+
+class Tied(nn.Module):
+    """Gives out what comes in, by one weight that stands in two modules, each sharded by itself."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False)
+        for module in (self.up, self.down, self):
+            fully_shard(module, mesh=mesh)
+        self.down.weight = self.up.weight
+
+    @override
+    def forward(self, inputs: Tensor) -> Tensor:
+        logits: Tensor = self.down(torch.tanh(self.up(inputs)))
+        return logits
+
+
 def refused(rank: int) -> dict[str, str]:
     """Return what is said of models, precisions and data that do not fit."""
 
     def said(
         model: nn.Module, samples: Any = None, optimizer: Any = torch.optim.SGD, **options: Any
     ) -> str:
-        trainer = Trainer(max_steps=1, callbacks=[], strategy="model_parallel", **options)
+        trainer = Trainer(max_steps=3, callbacks=[], strategy="model_parallel", **options)
         with pytest.raises(ConfigError) as caught:
             trainer.fit(
                 model,
@@ -255,6 +289,8 @@ def refused(rank: int) -> dict[str, str]:
     found["seeds"] = said(tensor(Net(), (1, 2)))
     mesh = init_device_mesh("cpu", (2,))
     found["partial"] = said(Partly(mesh))
+    found["adapter"] = said(Adapted(mesh))
+    found["tied"] = said(Tied(mesh))
     found["statistics"] = said(Partly(mesh, normalizes=True))
     found["closure"] = said(tensor(net(), (1, 2)), optimizer=torch.optim.LBFGS)
     found["data"] = said(tensor(net(), (1, 2)), Odd(rank))
@@ -269,8 +305,10 @@ def test_what_does_not_fit_is_refused_in_a_sentence() -> None:
     assert "do not divide the 2 of this job" in found["half"]
     assert "no scale for parameters on several meshes" in found["fp16"]
     assert "differ between them (`first.weight`" in found["seeds"]
-    assert "have other gradients or values on each after the first" in found["partial"]
+    assert "have other gradients or values on each after a step" in found["partial"]
     assert "(`shift`)" in found["partial"]
+    assert "gradients or values on each after a step (`first`)" in found["adapter"]
+    assert "`up.weight` of `Tied` is tied" in found["tied"]
     assert "(`norm.running_mean`, `norm.running_var`)" in found["statistics"]
     assert "`LBFGS` joins all parameters" in found["closure"]
     assert "the same batch" in found["data"]

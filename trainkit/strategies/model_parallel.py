@@ -31,6 +31,7 @@ from trainkit.types import class_name
 
 _OWN_SUM = "replicated_with_grad_allreduce"
 """Transformers' word for what sums its gradient up over the tensor group in each backward."""
+_MOST_LOOKS = 100
 
 
 class ModelParallel(ShardedStrategy):
@@ -62,6 +63,8 @@ class ModelParallel(ShardedStrategy):
         self._hook: RemovableHandle | None = None
         self._after_forward: RemovableHandle | None = None
         self._trained: set[tuple[bool, ...]] = set()  # what the processes have compared
+        self._unseen: dict[str, nn.Parameter] | None = None  # that had no gradient but 0 so far
+        self._looks = 0  # windows in which these were looked at
         self._aside: list[tuple[nn.Parameter, Tensor]] = []  # gradients, during a backward
         self._holders: dict[Any, tuple[int, ...]] = {}
         self._adds_up = False  # whether each backward sums up what earlier ones have left, too
@@ -99,6 +102,7 @@ class ModelParallel(ShardedStrategy):
         self.adopt(model)
         self._note_reductions(model)
         self._trained.clear()
+        self._unseen = None
         self._holders.clear()
         self._aside.clear()
         self._begin_alike(model)
@@ -167,6 +171,8 @@ class ModelParallel(ShardedStrategy):
         if self.data_processes.size > 1:
             self._average([p for p in self._unreduced() if p.requires_grad])
             self.share_buffers(model)
+        if self._unseen and self._looks < _MOST_LOOKS:
+            self._check_whole(self._unseen, {})
         return model
 
     @override
@@ -188,16 +194,31 @@ class ModelParallel(ShardedStrategy):
     @override
     def check_gradients(self, module: nn.Module) -> None:
         super().check_gradients(module)
-        whole = {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
         saved = module.state_dict(keep_vars=True)
-        whole |= {n: b for n, b in module.named_buffers() if n in saved and b.is_floating_point()}
-        if wrong := self._apart(whole, 0.01):
+        buffers = {n: b for n, b in module.named_buffers() if n in saved and b.is_floating_point()}
+        self._looks = 0
+        self._check_whole(dict(module.named_parameters()), buffers)
+
+    def _check_whole(self, parameters: dict[str, nn.Parameter], buffers: dict[str, Tensor]) -> None:
+        """Raise where what is whole differs; note whose gradients are 0, which tell nothing yet.
+
+        Of an adapter one half begins as 0, and until it has learnt the other has no gradient.
+        """
+        gradients = {n: p.grad for n, p in parameters.items() if p.grad is not None}
+        if wrong := self._apart(gradients | buffers, 0.01):
             raise ConfigError(
                 f"{len(wrong)} parameters or buffers are whole on each process of a tensor group, "
-                f"but have other gradients or values on each after the first step ({quoted(wrong)})"
+                f"but have other gradients or values on each after a step ({quoted(wrong)})"
                 ": each process has seen a part of what they work on. Make them `DTensor`s placed "
                 "by `Replicate()`, as `parallelize_module` does, or add up over the group."
             )
+        names = [n for n, p in parameters.items() if p.requires_grad and self._is_whole(p)]
+        own = [gradients[n].any() if n in gradients else torch.tensor(False) for n in names]
+        seen = torch.tensor([int(each) for each in own])
+        self.processes.all_reduce(seen, "max")
+        found = zip(names, seen.tolist(), strict=True)
+        self._unseen = {n: parameters[n] for n, is_seen in found if not is_seen}
+        self._looks += 1
 
     @override
     def _counts(self, parameter: Tensor) -> bool:
@@ -227,6 +248,18 @@ class ModelParallel(ShardedStrategy):
                 "`strategy=ModelParallel(device=...)`."
             )
         check_dense(model)
+        holders: dict[nn.Parameter, set[int]] = {}
+        for _, parameters in sharded_groups(model):
+            for p, shard in parameters.items():
+                holders.setdefault(p, set()).add(id(shard))
+        twice = [name for name, p in model.named_parameters() if len(holders.get(p, ())) > 1]
+        if twice:
+            raise ConfigError(
+                f"{quoted(twice)} of `{class_name(model)}` is tied, and `fully_shard` has made a "
+                "shard of it in each of its places: a forward after an update would not see it "
+                "in all of them. Load the model with `tie_word_embeddings=False`, or whole, with "
+                "`strategy=FSDP()`, which keeps what is tied together."
+            )
 
     def _is_whole(self, tensor: Tensor) -> bool:
         """Return whether each process of a tensor group holds the same of a tensor."""
