@@ -21,6 +21,7 @@ import torch
 
 from tests.cli.launcher import Launcher
 from tests.helpers.tiers import with_few
+from tests.system.faults import FAULTS, inject
 from tests.system.harness import Job, running
 from trainkit import Accelerator
 from trainkit.distributed import Processes
@@ -153,6 +154,17 @@ def test_who_asks_and_computes_meanwhile_is_not_blamed(tmp_path: Path) -> None:
     assert first is not None
     assert first[1].process == 2, job.log()
     assert "holds the interpreter lock" in first[1].cause
+
+
+@LINUX
+@pytest.mark.e2e
+def test_who_holds_the_lock_and_computes_is_found_by_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timing, "ANSWER", 1000.0)
+    monkeypatch.setattr(timing, "LOST", 1000.0)
+    (fault,) = (each for each in FAULTS if (each.act, each.place) == ("hold", "backward"))
+    assert not inject(fault, tmp_path, 100.0).problems
 
 
 def _stop_all(rank: int) -> None:

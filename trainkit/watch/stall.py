@@ -55,6 +55,8 @@ class Inquiry:
         if self._began is None:
             this, self._began, self._heard = self._this, now, now
             self.states[this.rank] = this.place()
+            for line in this.links.lines:
+                line.used = line.member.used() if line.member and line.member.is_here() else 0.0
             asked = {"kind": "stalled", "to": 0} if this.rank else {"kind": "where?", "all": True}
             this.send(asked)
 
@@ -77,16 +79,17 @@ class Inquiry:
         this, links, quiet = self._this, self._this.links, now - self._heard
         if self._began is None or self.verdict is not None:
             return
+        asked = now - self._began
         if links.parent is not None:
             # The first of the others tells why and ends it: who found it earlier would leave the
             # others with a process that was killed, for no reason that they know.
-            is_mine = this.is_first_without((0,)) or now - self._began > timing.LOST
-            if is_mine and _is_silent(links.parent, quiet):
+            is_mine = this.is_first_without((0,)) or asked > timing.LOST
+            if is_mine and _is_silent(links.parent, asked, quiet):
                 self._decide(judge(self.states, {0: _silence(links.parent)}))
         elif this.rank == 0:
             unknown = {*range(this.size)} - self.states.keys() - this.ended.keys()
             known = {rank: links.children[rank] for rank in unknown & links.children.keys()}
-            silent = {rank: _silence(e) for rank, e in known.items() if _is_silent(e, quiet)}
+            silent = {rank: _silence(e) for rank, e in known.items() if _is_silent(e, asked, quiet)}
             if silent.keys() == unknown or quiet > timing.LOST:
                 self._decide(judge(self.states, dict.fromkeys(unknown, "does not answer") | silent))
 
@@ -215,17 +218,21 @@ def is_frozen(line: Line) -> bool:
     return line.silent > timing.SILENT
 
 
-def _is_silent(line: Line, quiet: float) -> bool:
+def _is_silent(line: Line, asked: float, quiet: float) -> bool:
     """Return whether a neighbour does not answer, and could if it lived.
 
-    One that the kernel has not stopped may only be starved by a busy machine: then others are late
-    as well.
+    One that the kernel has not stopped may only be starved by a busy machine: then it has used
+    little of a processor since it was asked, and others are late as well.
 
     Args:
+        asked: For how long the job is known to stand still.
         quiet: For how long nobody has answered.
     """
-    if line.member is not None and line.member.is_here() and line.member.is_stopped():
-        return line.silent > timing.SURE
+    if line.member is not None and line.member.is_here():
+        if line.member.is_stopped():
+            return line.silent > timing.SURE
+        if line.silent > asked > timing.SURE and line.member.used() - line.used >= timing.OWN:
+            return True  # it holds the interpreter lock
     return min(line.silent, quiet) > timing.ANSWER
 
 

@@ -32,7 +32,8 @@ STOPPED = 40.0  # after which one that the kernel does not run is frozen
 SILENT = 300.0  # after which another one is: it may only hold the interpreter lock
 
 # Silence of a process in a job that stands still.
-SURE = 1.0  # after which one is frozen that is stopped
+SURE = 1.0  # after which one is frozen that is stopped, or has used a processor for `OWN` meanwhile
+OWN = 1.0
 ANSWER = 10.0  # after which any other one is, if nobody else has said anything meanwhile either
 LOST = 20.0  # after which it does not matter what is not known
 WAITS = 15.0  # of process 0 in one collective, before it asks where the others are
