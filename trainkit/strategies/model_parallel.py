@@ -213,11 +213,12 @@ class ModelParallel(ShardedStrategy):
                 "by `Replicate()`, as `parallelize_module` does, or add up over the group."
             )
         names = [n for n, p in parameters.items() if p.requires_grad and self._is_whole(p)]
-        own = [gradients[n].any() if n in gradients else torch.tensor(False) for n in names]
-        seen = torch.tensor([int(each) for each in own])
-        self.processes.all_reduce(seen, "max")
-        found = zip(names, seen.tolist(), strict=True)
-        self._unseen = {n: parameters[n] for n, is_seen in found if not is_seen}
+        if names and self._group.size > 1:
+            none = torch.zeros((), dtype=torch.bool, device=self.device)
+            own = [local_part(gradients[n]).any() if n in gradients else none for n in names]
+            seen = self.processes.all_reduce(torch.stack(own).int().cpu(), "max").tolist()
+            found = zip(names, seen, strict=True)
+            self._unseen = {n: parameters[n] for n, is_seen in found if not is_seen}
         self._looks += 1
 
     @override
