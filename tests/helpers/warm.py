@@ -30,6 +30,7 @@ import socket
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import ModuleType
@@ -73,20 +74,43 @@ class _Server:
     Args:
         line: The connection to it.
         environment: What it began with.
+        process: It, where it is a child of this process.
     """
 
-    def __init__(self, line: socket.socket, environment: dict[str, str]) -> None:
-        self.line, self.environment = line, environment
+    def __init__(
+        self, line: socket.socket, environment: dict[str, str], process: int | None = None
+    ) -> None:
+        self.line, self.environment, self.process = line, environment, process
         self.lock = threading.Lock()
         self.pid = os.getpid()  # whose children the programs become
 
-    def start(self, order: dict[str, Any], descriptors: list[int]) -> int:
-        """Start a program, and return its process."""
+    def start(self, order: dict[str, Any], descriptors: list[int]) -> int | None:
+        """Start a program, and return its process; None where whom we ask has gone before."""
         text = json.dumps(order).encode()
         with self.lock:
-            socket.send_fds(self.line, [len(text).to_bytes(4, "big")], descriptors)
+            if self.line.fileno() < 0:
+                return None
+            try:
+                socket.send_fds(self.line, [len(text).to_bytes(4, "big")], descriptors)
+            except BrokenPipeError:
+                self._tell_end()
+                return None
             self.line.sendall(text)
             return int.from_bytes(_exactly(self.line, 4), "big")
+
+    def _tell_end(self) -> None:
+        """Say how the process ended, in the summary of the tests, and begin another next time."""
+        for key in [key for key, server in _servers.items() if server is self]:
+            del _servers[key]
+        self.line.close()
+        how = ""
+        if self.process is not None:
+            with suppress(ChildProcessError):
+                _, status = os.waitpid(self.process, 0)
+                how = f", with {os.waitstatus_to_exitcode(status)}"
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")
+            warnings.warn(f"The process that programs are cloned from ended{how}.", stacklevel=2)
 
 
 def _started_by(server: _Server, inside: int) -> Callable[..., None]:
@@ -103,8 +127,11 @@ def _started_by(server: _Server, inside: int) -> Callable[..., None]:
         descriptors = {n: n if own == -1 else own for n, own in standard.items()}
         descriptors |= {int(each): int(each) for each in told["pass_fds"]}
         order |= {"descriptors": [*descriptors], "inside": inside}
-        self.pid = server.start(order, [*descriptors.values()])
-        self._child_created = True
+        pid = server.start(order, [*descriptors.values()])
+        if pid is None:
+            _EXECUTE(self, *given)
+            return
+        self.pid, self._child_created = pid, True
         ends = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
         self._close_pipe_fds(*(told[end] for end in ends))
 
@@ -159,14 +186,16 @@ def warm(*, inside: int = 0, imports: tuple[str, ...] = ()) -> Iterator[None]:
     if key not in _servers:
         ours, theirs = socket.socketpair()
         environment = {**(_kept or os.environ), "TORCH_CPP_LOG_LEVEL": "ERROR"}
-        subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, __file__, str(theirs.fileno()), *imports],
             stdin=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
-            env=environment,
-        ).returncode = 0  # ends with this process
+            # A thread of numpy's would be waited for by forks of clones, which have none.
+            env={**environment, "OPENBLAS_NUM_THREADS": "1"},
+        )
+        process.returncode = 0  # ends with this process
         theirs.close()
-        _servers[key] = _Server(ours, environment)
+        _servers[key] = _Server(ours, environment, process.pid)
     kind: Any = subprocess.Popen
     before, kind._execute_child = kind._execute_child, _started_by(_servers[key], inside)
     try:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.warm import warm
+from tests.helpers.warm import _servers, warm
 
 TELLS = """
 import atexit, json, os, sys, threading
@@ -105,3 +105,18 @@ def test_the_first_test_that_starts_programs_may_have_changed_the_environment(
             check=True,
         )
     assert found.stdout == "True\n"
+
+
+def test_where_the_process_that_is_cloned_was_killed_programs_begin_cold() -> None:
+    words = [sys.executable, "-c", "import sys; print('torch' in sys.modules)"]
+    with warm(imports=("chunk",)):
+        assert subprocess.check_output(words) == b"True\n"
+        server = _servers[os.getpid(), ("chunk",)].process
+        assert server is not None
+        os.kill(server, signal.SIGKILL)
+        os.waitid(os.P_PID, server, os.WEXITED | os.WNOWAIT)
+        with pytest.warns(UserWarning, match="ended, with -9"):
+            assert subprocess.check_output(words) == b"False\n"
+        assert subprocess.check_output(words) == b"False\n"
+    with warm(imports=("chunk",)):
+        assert subprocess.check_output(words) == b"True\n"
