@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -422,6 +423,53 @@ def test_what_other_objects_of_libraries_have_become_is_said_to_be_lost(
     said = capsys.readouterr().out
     assert said.count("attributes of a `Pipeline` of `sklearn`") == 1
     assert "RBFSampler" not in said
+
+
+METER = """
+class AverageMeter:
+    def __init__(self):
+        self.value = self.average = self.total = 0.0
+        self.count = 0
+
+    def update(self, value):
+        self.value, self.total, self.count = value, self.total + value, self.count + 1
+        self.average = self.total / self.count
+"""
+
+
+class Averages(Callback):
+    """Averages losses by a meter of a library, as many hold one."""
+
+    def __init__(self, kind: Any) -> None:
+        self.meters = {"loss": kind()}
+        self.meter = kind()
+
+    def on_step_end(self, run: Run, result: StepResult) -> None:
+        for meter in (self.meters["loss"], self.meter):
+            meter.update(float(result.loss))
+
+
+@pytest.mark.parametrize("cut", [3, 4])
+def test_a_meter_of_a_library_goes_on(
+    cut: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = tmp_path / "site-packages"
+    library.mkdir()
+    (library / "meters_of_a_library.py").write_text(METER)
+    monkeypatch.syspath_prepend(library)
+    kind = import_module("meters_of_a_library").AverageMeter
+
+    def train(folder: Path, stop: int | None, resume: str | None) -> Any:
+        averages = Averages(kind)
+        callbacks = [averages, Checkpoint(every_n_steps=1), StopsAt(stop)]
+        torch.manual_seed(0)
+        trainer = Trainer(max_steps=9, output_dir=folder, callbacks=callbacks)
+        fit(trainer, DataLoader(toy_dataset(), 4), nn.Linear(FEATURES, 2), resume=resume)
+        return vars(averages.meter), vars(averages.meters["loss"])
+
+    whole = train(tmp_path / "a", None, None)
+    train(tmp_path / "b", cut, None)
+    assert train(tmp_path / "b", None, "must") == whole
 
 
 @dataclass(eq=False)

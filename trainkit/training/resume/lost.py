@@ -9,9 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from trainkit.basics.outside import is_users
 from trainkit.basics.rng import is_generator, state_of
-from trainkit.training.resume.owners import is_owner
+from trainkit.training.resume.owners import is_of_library, is_owner
 from trainkit.training.resume.values import SCALARS, is_array, is_large_of_graph
 
 CONTAINERS = (list, tuple, dict, set, deque)
@@ -69,9 +68,7 @@ def trace_of(value: Any) -> Any:
 
 
 def _is_of_library(value: Any) -> bool:
-    kind = type(value)
-    is_ours = kind.__module__.partition(".")[0] in ("builtins", "numpy", "torch", "trainkit")
-    return kind.__dictoffset__ != 0 and not (is_ours or is_users(kind) or is_owner(value))
+    return is_of_library(type(value)) and not is_owner(value)
 
 
 def why_lost(

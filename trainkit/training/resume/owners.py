@@ -31,6 +31,7 @@ _EXTRA_STATE = nn.Module.get_extra_state
 _NO_OWNERS = (DataLoader, Dataset, Enum, LRScheduler, Optimizer, Sampler, tuple, type)
 _FUNCTIONS = (FunctionType, MethodType, partial)
 _OF_EVERY_OPTIMIZER = vars(SGD([torch.zeros(())])).keys() | {"_opt_called", "step"}
+_NUMBERS = {bool, int, float}
 _SHARED = "multiprocessing.sharedctypes"
 
 
@@ -43,8 +44,16 @@ def is_owner(value: Any) -> bool:
         return hasattr(kind, "value")
     if hasattr(kind, "partial_fit"):  # an estimator, whose attributes are what it has learnt
         return True
+    if is_of_library(kind) and (held := vars(value)) and {*map(type, held.values())} <= _NUMBERS:
+        return True  # a meter
     is_other = issubclass(kind, _NO_OWNERS) or hasattr(kind, "on_fit_start")
     return not is_other and is_users(kind)
+
+
+def is_of_library(kind: type) -> bool:
+    """Return whether a class is one of a library with attributes, and neither torch's nor ours."""
+    is_ours = kind.__module__.partition(".")[0] in ("builtins", "numpy", "torch", "trainkit")
+    return kind.__dictoffset__ != 0 and not (is_ours or is_users(kind))
 
 
 def has_state(value: Any) -> bool:
