@@ -1,12 +1,13 @@
 """Random streams are named by keys (rule 12)."""
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from trainkit.basics import rng
+from trainkit.basics import numpy_rng, rng
 
 
 def draws() -> tuple[float, float, float, float]:
@@ -94,3 +95,42 @@ def test_the_state_of_another_kind_of_device_is_left_out() -> None:
     state["device"] = torch.zeros(16, dtype=torch.uint8)  # as a checkpoint of a GPU has it
     rng.load_state_dict(state, cpu)
     assert torch.equal(before, torch.get_rng_state())
+
+
+def test_numpys_generator_comes_back_whatever_a_program_does_with_it() -> None:
+    """Compared with NumPy's own functions: draws, pairs of which half waits, states put back."""
+    numpy_random: Any = np.random
+
+    def program(save: Any, restore: Any, chance: random.Random) -> list[float]:
+        np.random.seed(3)
+        kept, own, drawn = np.random.get_state(), list[Any](), list[float]()
+        for _ in range(300):
+            act = chance.randrange(9)
+            if act == 0:
+                drawn.append(float(np.random.randn()))
+            elif act == 1:
+                drawn.append(float(np.random.binomial(9, chance.random())))
+            elif act == 2:
+                kept = np.random.get_state()
+            elif act == 3:
+                np.random.set_state(kept)
+            elif act == 4:
+                np.random.seed(chance.randrange(5))
+            elif act == 5 and not own:
+                numpy_random.set_bit_generator(np.random.MT19937(chance.randrange(5)))
+            elif act == 6:
+                own.append(save())
+            elif own:
+                restore(own.pop())
+            drawn.append(float(np.random.rand()) if chance.random() < 0.3 else 0.0)
+        return drawn
+
+    generator, state = numpy_random.get_bit_generator(), np.random.get_state()
+    try:
+        for seed in range(60):
+            chances = random.Random(seed), random.Random(seed)
+            ours = program(numpy_rng.save, numpy_rng.restore, chances[0])
+            assert ours == program(np.random.get_state, np.random.set_state, chances[1])
+    finally:
+        numpy_random.set_bit_generator(generator)
+        np.random.set_state(state)

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from trainkit.basics import numpy_rng
 from trainkit.basics.device import get_rng_state, set_rng_state, siblings
 
 _MASK = 2**64 - 1
@@ -93,8 +94,7 @@ def seed_all(value: int, device: torch.device) -> None:
 
 def save_host() -> HostState:
     """Return the states of the global generators of Python, NumPy and torch on the CPU."""
-    numpy = _modules.get("numpy")
-    numpy_state = None if numpy is None else numpy.random.get_state()
+    numpy_state = numpy_rng.save() if "numpy" in _modules else None
     return random.getstate(), numpy_state, torch.default_generator.get_state()
 
 
@@ -103,7 +103,7 @@ def restore_host(state: HostState) -> None:
     python_state, numpy_state, torch_state = state
     random.setstate(python_state)
     if numpy_state is not None:
-        _modules["numpy"].random.set_state(numpy_state)
+        numpy_rng.restore(numpy_state)
     elif "numpy" in _modules:
         _modules["numpy"].random.seed()  # as it is after its import
     torch.default_generator.set_state(torch_state)
