@@ -118,6 +118,10 @@ class _Faulty:
         request = f"{environ['REQUEST_METHOD']} {path.removeprefix(f'/{BUCKET}').lstrip('/')}"
         if "HTTP_X_OF_TESTS" in environ:
             return self._moto(environ, start_response)
+        if environ["QUERY_STRING"] == "delete":  # of several, by which one is removed
+            body = environ["wsgi.input"].read(int(environ["CONTENT_LENGTH"]))
+            environ["wsgi.input"] = io.BytesIO(body)
+            request = f"DELETE {re.search('<Key>(.*?)</Key>', body.decode())[1]}"  # type: ignore[index]
         self._requests.append(request)
         fault = self._fault
         if "match" not in fault or not re.match(fault["match"], request):

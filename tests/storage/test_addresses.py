@@ -1,6 +1,9 @@
 """Commands, models and states at addresses of a storage."""
 
+import json
+import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,7 @@ from torch import nn
 
 from tests.helpers.ranks import run_ranks
 from tests.helpers.s3 import S3
-from tests.storage.toys import STEPS, train
+from tests.storage.toys import STEPS, At, start, train
 from trainkit import Accelerator, ProjectConfiguration
 from trainkit.cli.main import main
 from trainkit.export import save_model
@@ -59,12 +62,70 @@ def test_a_checkpoint_is_exported_from_storage(run: str, tmp_path: Path) -> None
 
 
 @pytest.mark.e2e
-def test_storage_is_thinned_out(run: str, s3: S3, capfd: pytest.CaptureFixture[str]) -> None:
+def test_commands_fetch_the_checkpoint_that_they_read_and_no_other(
+    run: str, s3: S3, tmp_path: Path
+) -> None:
+    newest = f"{run.removeprefix('s3://bucket/')}/checkpoints/step-{STEPS:08d}/"
+    for command in ("show", run), ("diff", run, run), ("export", run, str(tmp_path / "model")):
+        s3.requests()
+        assert run_ranks(1, _command, "checkpoint", *command) == [0]
+        fetched = [each for each in s3.requests() if each.startswith("GET") and each != "GET "]
+        assert {each for each in fetched if newest not in each} == {
+            f"GET {newest.replace(f'{STEPS:08d}', f'{STEPS - 2:08d}')}manifest.json"
+        }
+        assert f"GET {newest}model.safetensors" in fetched
+
+
+def test_storage_is_thinned_out_by_manifests_alone(
+    run: str, s3: S3, capfd: pytest.CaptureFixture[str]
+) -> None:
     name = run.removeprefix("s3://bucket/")
-    assert run_ranks(1, _command, "checkpoint", "prune", run, "--keep-last", "1") == [0]
+    before = s3.names(name)
+    s3.requests()
+    thin_out = "checkpoint", "prune", run, "--keep-last", "1"
+    assert run_ranks(1, _command, *thin_out, "--dry-run") == [0]
+    assert f"would remove step-{STEPS - 2:08d}" in capfd.readouterr().out
+    assert s3.names(name) == before
+    assert not [each for each in s3.requests() if each.startswith(("PUT", "DELETE"))]
+    assert run_ranks(1, _command, *thin_out) == [0]
     left = {each.split("/")[2] for each in s3.names(f"{name}/checkpoints/")}
     assert left == {f"step-{STEPS:08d}"}
     assert f"removed step-{STEPS - 2:08d}" in capfd.readouterr().out
+    asked = s3.requests()
+    fetched = {each.rpartition("/")[2] for each in asked if each.startswith("GET")}
+    assert fetched <= {"GET ", "manifest.json", ".trainkit-lock"}
+    removed = [each for each in asked if each.startswith(f"DELETE {name}/checkpoints")]
+    assert removed[0].endswith("/manifest.json")
+    lock = [i for i, each in enumerate(asked) if "trainkit-lock" in each]
+    assert lock[0] < asked.index(removed[0]) <= asked.index(removed[-1]) < lock[-1]
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(("machine", "part"), [("a", ""), ("b", ""), ("b", "/checkpoints")])
+def test_a_run_under_way_is_not_thinned_out(
+    s3: S3, tmp_path: Path, machine: str, part: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    name = f"alive-{machine}{part.strip('/')}"
+    waits = At(STEPS - 1, partial(time.sleep, 600))
+    process, gate = start(
+        f"s3://bucket/{name}", tmp_path / "a", waits, keep_last=2, prints=tmp_path / "log"
+    )
+    try:
+        gate.set()
+        place = f"{name}/checkpoints/"
+        while "".join(before := s3.names(place)).count("manifest.json") < 2:
+            assert process.is_alive(), (tmp_path / "log").read_text()
+            time.sleep(0.1)
+        holder = json.loads(s3.read(f"{name}/.trainkit-lock"))["token"]
+        thin_out = "checkpoint", "prune", f"s3://bucket/{name}{part}", "--keep-last", "1"
+        assert _on(tmp_path / machine, lambda: main(thin_out)) == 1
+        said = capfd.readouterr().err
+        assert f"written to by process {process.pid}" in said or "locked by process" in said
+        assert s3.names(place) == before
+        assert json.loads(s3.read(f"{name}/.trainkit-lock"))["token"] == holder
+    finally:
+        process.kill()
+        process.join()
 
 
 def test_runs_and_reports_are_read_from_storage(

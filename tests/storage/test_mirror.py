@@ -296,10 +296,15 @@ def test_each_run_has_a_folder_that_storage_has_not(s3: S3, tmp_path: Path) -> N
     assert came_from == STEPS
 
 
-@pytest.mark.parametrize("address", ["hf://bucket/run", "s3://", "gs://b/../c", "hdfs://b/run"])
+@pytest.mark.parametrize("address", ["s3://", "gs://b/../c", "hdfs://b/run"])
 def test_other_addresses_are_refused(address: str) -> None:
     with pytest.raises(ConfigError, match=r"addresses of storages look like `s3://bucket/run`"):
         Trainer(max_steps=1, output_dir=address)
+
+
+def test_addresses_of_hugging_face_are_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"without conditions.*`https://s3.hf.co/NAMESPACE`"):
+        Trainer(max_steps=1, output_dir="hf://buckets/me/bucket/run")
 
 
 def test_what_nothing_mirrors_is_no_address() -> None:

@@ -1,8 +1,9 @@
 """Which checkpoints stay (rule 27); the store knows how to remove the others."""
 
 import math
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from trainkit.basics.config import check_whole
@@ -106,30 +107,36 @@ def rotate(store: CheckpointStore, policy: Retention, more: Set[int] = frozenset
 
 
 def removable(
-    store: CheckpointStore, policy: Retention, more: Set[int] = frozenset()
+    store: CheckpointStore,
+    policy: Retention,
+    more: Set[int] = frozenset(),
+    check: Callable[[Path], object] = verify,
 ) -> list[Entry]:
     """Return the checkpoints that nobody needs.
 
     Kept beside what `policy` keeps: `more` steps, what is pinned, the newest one that is valid,
     the newest one that is finite too, the one saved last, and those of other runs. What holds
-    weights alone is not taken for the newest where a run can be resumed from another.
+    weights alone is not taken for the newest where a run can be resumed from another. `check`
+    raises where one is not valid.
     """
     every = store.checkpoints()
     whole = [entry for entry in every if entry.manifest.is_resumable]
-    newest = _newest_valid(store, whole or every)
+    newest = _newest_valid(store, whole or every, check)
     run = store.last_saved or newest
     if newest is None or run is None:
         return []  # where nothing is known to be good, nothing is given up
     entries = [entry for entry in every if entry.manifest.run_id == run.manifest.run_id]
     kept = policy.keep(entries) | more | store.pinned() | {newest.step, run.step}
     if not newest.manifest.is_finite:
-        good = _newest_valid(store, [entry for entry in whole if entry.manifest.is_finite])
+        good = _newest_valid(store, [e for e in whole if e.manifest.is_finite], check)
         kept |= set() if good is None else {good.step}
     return [entry for entry in entries if entry.step not in kept]
 
 
-def _newest_valid(store: CheckpointStore, entries: Sequence[Entry]) -> Entry | None:
-    """Return the newest of `entries` that verifies, or None.
+def _newest_valid(
+    store: CheckpointStore, entries: Sequence[Entry], check: Callable[[Path], object]
+) -> Entry | None:
+    """Return the newest of `entries` that is valid, or None.
 
     The one that was committed last through `store` is not read again.
     """
@@ -137,7 +144,7 @@ def _newest_valid(store: CheckpointStore, entries: Sequence[Entry]) -> Entry | N
         if store.last_saved is not None and entry.path == store.last_saved.path:
             return entry
         try:
-            verify(entry.path)
+            check(entry.path)
         except CheckpointError:
             continue
         return entry

@@ -1,4 +1,4 @@
-"""Addresses of storage as arguments of commands, which read copies of what is there."""
+"""Addresses of storage as arguments of commands, which read what they need of it."""
 
 import argparse
 import tempfile
@@ -9,33 +9,50 @@ from typing import Any
 
 from trainkit.basics.outputs import absolute, is_address
 
-WHOLE, OUTLINE = True, False
-"""Whether a command reads what checkpoints hold, or their manifests and sizes alone."""
+LOGS, OUTLINE = True, False
+"""Whether a command reads logs of a run, or its checkpoints alone."""
 
 
 @contextmanager
 def local_copies(options: argparse.Namespace) -> Iterator[None]:
-    """Let arguments that are addresses be copies inside: those that `options.reads` names.
+    """Let arguments that are addresses be outlines inside: those that `options.reads` names.
 
-    `options.addresses` then has the folder of this machine that is mirrored to each address.
+    An outline is a folder with all but the contents of checkpoints, which `options.whole(path)`
+    brings of one. `options.addresses` then has the folder of this machine that is mirrored to each
+    address.
     """
     options.addresses = dict[str, Path]()
-    with ExitStack() as copies:
+    outlines: dict[Path, Any] = {}
 
-        def copied(name: str, given: Path, contents: bool) -> Path:
+    @contextmanager
+    def whole(path: Path) -> Iterator[Path]:
+        """Give the folder of a checkpoint with its contents, inside."""
+        found = next((each for each in outlines if path.is_relative_to(each)), path)
+        if found == path:  # of this machine, or an address of one, which was brought whole
+            yield path
+            return
+        with tempfile.TemporaryDirectory(prefix="trainkit-") as place:
+            target = Path(place) / path.name
+            outlines[found].copy(path.relative_to(found).as_posix(), target)
+            yield target
+
+    options.whole = whole
+    with ExitStack() as places:
+
+        def outlined(name: str, given: Path, logs: bool) -> Path:
             if not is_address(given):
                 return given
-            from trainkit.storage.addresses import copy  # only addresses need it
+            from trainkit.storage.addresses import outline  # only addresses need it
 
             options.addresses[name] = folder = absolute(given, name, stored=True)
             place = tempfile.TemporaryDirectory(prefix="trainkit-")
-            target = Path(copies.enter_context(place)) / folder.name
-            copy(folder, target, contents=contents)
+            target = Path(places.enter_context(place)) / folder.name
+            outlines[target] = outline(folder, target, logs=logs)
             return target
 
-        for name, contents in getattr(options, "reads", {}).items():
+        for name, logs in getattr(options, "reads", {}).items():
             given: Any = getattr(options, name)
             several = isinstance(given, list)
-            found = [copied(name, each, contents) for each in (given if several else [given])]
+            found = [outlined(name, each, logs) for each in (given if several else [given])]
             setattr(options, name, found if several else found[0])
         yield

@@ -1,6 +1,7 @@
 """`trainkit checkpoint`: list, verify, show, compare, thin out, export and import checkpoints."""
 
 import argparse
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -8,13 +9,15 @@ from typing import Any, cast
 
 from trainkit.basics.formatting import readable_size
 from trainkit.basics.lock import RunLock
+from trainkit.basics.outputs import absolute, address_of, is_address
 from trainkit.basics.terminal import print_table, print_text
 from trainkit.checkpoint.checkpoint import check_sizes, verify
+from trainkit.checkpoint.format.manifest import Manifest
 from trainkit.checkpoint.format.names import CHECKPOINTS, MANIFEST, PINS, WEIGHTS
 from trainkit.checkpoint.listing import Entry, broken_folders
-from trainkit.checkpoint.retention import Best, KeepPolicy, best_of, removable, rotate
+from trainkit.checkpoint.retention import Best, KeepPolicy, best_of, removable
 from trainkit.checkpoint.store import CheckpointStore
-from trainkit.cli.addresses import OUTLINE, WHOLE
+from trainkit.cli.addresses import OUTLINE
 from trainkit.cli.contents import Contents, leaves, read_contents
 from trainkit.errors import CheckpointError, ConfigError
 
@@ -32,14 +35,13 @@ def add_to(commands: Any) -> None:
     listing = _add(own, "ls", _list, "list the checkpoints", DIR=where)
     listing.set_defaults(reads={"dir": OUTLINE})
     verifying = _add(own, "verify", _verify, "read and check every byte", DIR=f"{where}, or of one")
-    verifying.set_defaults(reads={"dir": WHOLE})
+    verifying.set_defaults(reads={"dir": OUTLINE})
     show = _add(own, "show", _show, "show what is in a checkpoint", CKPT=one)
-    show.set_defaults(reads={"ckpt": WHOLE})
+    show.set_defaults(reads={"ckpt": OUTLINE})
     diff_help = "compare two checkpoints; exit with 1 if they differ"
     diff = _add(own, "diff", _diff, diff_help, A=one, B=one)
-    diff.set_defaults(reads={"a": WHOLE, "b": WHOLE})
+    diff.set_defaults(reads={"a": OUTLINE, "b": OUTLINE})
     prune = _add(own, "prune", _prune, "remove checkpoints that no option keeps", DIR=where)
-    prune.set_defaults(reads={"dir": WHOLE})
     prune.add_argument("--keep-last", type=int, metavar="N", required=True, help="the newest N")
     best_help = "such as eval/accuracy:max:2; by default what the run kept as the best"
     prune.add_argument("--keep-best", type=_best, metavar="METRIC:MODE:M", help=best_help)
@@ -48,7 +50,7 @@ def add_to(commands: Any) -> None:
     export_help = "write the weights as model.safetensors, which transformers and others read"
     to = "where the files go; an earlier export there is replaced"
     export = _add(own, "export", _export, export_help, CKPT=one, DIR=to)
-    export.set_defaults(reads={"ckpt": WHOLE})
+    export.set_defaults(reads={"ckpt": OUTLINE})
     size_help = "of a file; 5GB by default"
     export.add_argument("--max-shard-size", metavar="SIZE", default="5GB", help=size_help)
     part_help = "what to write; by default the model with the weights that were evaluated"
@@ -178,8 +180,8 @@ def _verify(options: argparse.Namespace) -> int:
     broken: dict[str, str] = {}
     for each in paths:
         name = _shown(each)
-        with _noted(broken, name):
-            verify(each)
+        with _noted(broken, name), options.whole(each) as place:
+            verify(place)
         print(f"BROKEN {name}: {broken[name]}" if name in broken else f"ok {name}")
     return int(bool(broken))
 
@@ -190,7 +192,8 @@ def _shown(path: Path) -> str:
 
 def _show(options: argparse.Namespace) -> int:
     path = _single(options.ckpt)
-    contents = read_contents(path)
+    with options.whole(path) as place:
+        contents = read_contents(place)
     manifest = contents.manifest
     made = f"made {manifest.created} by {manifest.world_size} process(es)"
     of = f"of the run {manifest.run_id!r}, {readable_size(manifest.size)}"
@@ -224,7 +227,8 @@ def _short(value: Any) -> str:
 
 
 def _diff(options: argparse.Namespace) -> int:
-    a, b = (_described(read_contents(_single(path))) for path in (options.a, options.b))
+    with options.whole(_single(options.a)) as one, options.whole(_single(options.b)) as other:
+        a, b = (_described(read_contents(path)) for path in (one, other))
     rows = []
     for part in dict.fromkeys([*a, *b]):
         if part not in a or part not in b:
@@ -254,22 +258,17 @@ def _described(contents: Contents) -> dict[str, dict[str, str]]:
 
 def _prune(options: argparse.Namespace) -> int:
     policy = KeepPolicy(keep_last=options.keep_last, keep_every=options.keep_every)
-    directory = _store(options.dir).directory.resolve()
-    run = directory.parent if directory.name in (CHECKPOINTS, WEIGHTS) else directory
-    with nullcontext() if options.dry_run else RunLock(run):
-        _, best = best_of(_entries(options.dir), options.keep_best)
-        found: list[Entry] = []
-        for store in _stores(options.dir):
+    found: list[Entry] = []
+    with _prunable(options) as (directory, check, remove):
+        _, best = best_of(_entries(directory), options.keep_best)
+        for store in _stores(directory):
             kept = {entry.step for entry in best if entry.path.parent == store.directory}
             # Of weights alone the best stay, as in the run.
             own = KeepPolicy() if store.directory.name == WEIGHTS else policy
-            found += (removable if options.dry_run else rotate)(store, own, kept)
-    if not options.dry_run and (folder := options.addresses.get("dir")) is not None:
-        from trainkit.storage.addresses import writing  # only addresses need it
-
-        with writing(folder) as remote:
-            for entry in found:
-                remote.remove(entry.path.relative_to(options.dir.resolve()).as_posix())
+            gone = removable(store, own, kept, check)
+            for entry in () if options.dry_run else gone:
+                remove(store, entry)
+            found += gone
     for entry in found:
         print(f"{'would remove' if options.dry_run else 'removed'} {_shown(entry.path)}")
     if not found:
@@ -277,13 +276,47 @@ def _prune(options: argparse.Namespace) -> int:
     return 0
 
 
+@contextmanager
+def _prunable(
+    options: argparse.Namespace,
+) -> Iterator[tuple[Path, Callable[[Path], Manifest], Callable[[CheckpointStore, Entry], None]]]:
+    """Give a folder to thin out, how its checkpoints are checked, and what removes one.
+
+    Of an address it is an outline: what is there was compared when it was sent.
+    """
+    if not is_address(options.dir):
+        folder = _store(options.dir).directory.resolve()
+        run = folder.parent if folder.name in (CHECKPOINTS, WEIGHTS) else folder
+        with nullcontext() if options.dry_run else RunLock(run):
+            yield options.dir, verify, CheckpointStore.remove
+        return
+    from trainkit.storage.addresses import outline, writing  # only addresses need it
+
+    folder = absolute(options.dir, "DIR", stored=True)
+    is_inside = folder.name in (CHECKPOINTS, WEIGHTS) and address_of(folder.parent)
+    run = folder.parent if is_inside else folder
+    with (
+        nullcontext() if options.dry_run else writing(run) as lease,
+        tempfile.TemporaryDirectory(prefix="trainkit-") as place,
+    ):
+        target = Path(place) / folder.name
+        remote = outline(folder, target, logs=False)
+
+        def remove(_: CheckpointStore, entry: Entry) -> None:
+            assert lease is not None
+            lease.require()
+            remote.remove(entry.path.relative_to(target).as_posix())
+
+        yield target, check_sizes, remove
+
+
 def _export(options: argparse.Namespace) -> int:
     from trainkit.cli.checkpoint_export import export_checkpoint  # torch; other commands need none
 
-    path = _single(options.ckpt, best=options.best)
-    layout = export_checkpoint(
-        path, options.dir, part=options.part, max_shard_size=options.max_shard_size
-    )
+    with options.whole(_single(options.ckpt, best=options.best)) as path:
+        layout = export_checkpoint(
+            path, options.dir, part=options.part, max_shard_size=options.max_shard_size
+        )
     for name in [*layout.files, *([layout.index] if layout.index else [])]:
         print(f"wrote {options.dir / name}")
     return 0

@@ -7,14 +7,16 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainkit.basics.formatting import count, json_value
 from trainkit.basics.outputs import fetched
 from trainkit.basics.terminal import print_text
-from trainkit.cli.addresses import WHOLE
+from trainkit.cli.addresses import LOGS
 from trainkit.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -36,13 +38,15 @@ def add_to(commands: Any) -> None:
     replay_help = "make that step of both once more, and name the first module that differs"
     parser.add_argument("--replay", action="store_true", help=replay_help)
     parser.add_argument("--json", action="store_true", help="all that is known, for programs")
-    parser.set_defaults(run=_run, reads={"a": WHOLE, "b": WHOLE})
+    parser.set_defaults(run=_run, reads={"a": LOGS, "b": LOGS})
 
 
 def _run(options: argparse.Namespace) -> int:
     from trainkit.cli.parting import find_parting  # torch, which `--help` needs not
 
-    found = find_parting(options.a, options.b)
+    with ExitStack() as opened:
+        whole = cache(lambda path: opened.enter_context(options.whole(path)))
+        found = find_parting(options.a, options.b, whole)
     replayed = None
     if options.replay:  # of an address in the folder that its program writes to
         a, b = (fetched(options.addresses.get(name, getattr(options, name))) for name in "ab")

@@ -1,8 +1,8 @@
 """Where two runs part, and why, as far as their journals and checkpoints tell it."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from os.path import realpath
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,9 @@ from trainkit.cli.contents import Contents, read_contents
 from trainkit.data.order_facts import changed_facts
 from trainkit.errors import CheckpointError, ConfigError, quoted
 from trainkit.journal import JOURNAL, Journal, Record, read
+
+Pair = tuple[Entry, Entry]
+Whole = Callable[[Path], Path]
 
 _LIKELY = (
     "settings", "model", "environment", "code", "command", "data", "parameters",
@@ -68,8 +71,13 @@ class Parting:
     notes: Sequence[str]
 
 
-def find_parting(a: Path, b: Path) -> Parting:
+def find_parting(a: Path, b: Path, whole: Whole) -> Parting:
     """Compare the runs in two directories, window by window, and what they were made of.
+
+    Args:
+        a: The directory of one run.
+        b: That of the other.
+        whole: Returns where the contents of a checkpoint are.
 
     Raises:
         ConfigError: One is no such run, or they have no window in common.
@@ -89,12 +97,12 @@ def find_parting(a: Path, b: Path) -> Parting:
     reached = min(r.step - (r.skip is None) for r in first) if first else pairs[-1][0].step
     try:
         before, after = _common_checkpoints(a, b, reached)
-        causes, notes = _state_causes(before)
+        causes, notes = _state_causes(before, whole)
     except CheckpointError as error:
         before, after, causes = [], [], []
         notes = [f"The checkpoints cannot be compared. {error}"]
     if first:
-        causes += [*made, *_later_causes([*before, *after])]
+        causes += [*made, *_later_causes([*before, *after], whole)]
         if all(cause.kind == "machine" for cause in causes):
             causes.append(Cause("unknown", _UNKNOWN))
         if len({header["run"]["processes"] for header in headers}) > 1:
@@ -200,9 +208,6 @@ def _made(header: Mapping[str, Any], folder: Path) -> dict[str, dict[str, Any]]:
 # What the checkpoints hold.
 
 
-Pair = tuple[Entry, Entry]
-
-
 def _common_checkpoints(a: Path, b: Path, reached: int) -> tuple[list[Pair], list[Pair]]:
     """Return the newest checkpoints up to a step that both runs have, and the first after it."""
     x, y = ({entry.step: entry for entry in committed(run / CHECKPOINTS)} for run in (a, b))
@@ -211,21 +216,27 @@ def _common_checkpoints(a: Path, b: Path, reached: int) -> tuple[list[Pair], lis
     return pairs[:late][-1:], pairs[late:][:1]
 
 
-def _state_causes(before: Sequence[Pair]) -> tuple[list[Cause], list[str]]:
+def _brought(pair: Pair, whole: Whole) -> Pair:
+    a, b = (replace(entry, path=whole(entry.path)) for entry in pair)
+    return a, b
+
+
+def _state_causes(before: Sequence[Pair], whole: Whole) -> tuple[list[Cause], list[str]]:
     """Return what differs in the states that two runs saved, and what was compared."""
     if not before:
         return [], ["Up to there they have no checkpoints of the same step to compare."]
-    if found := [*_state_differences(before[0])]:
+    if found := [*_state_differences(before[0], whole)]:
         return found, []
     step = before[0][0].step
     return [], [f"The checkpoints of step {step} are equal: parameters, optimizer, random streams."]
 
 
-def _state_differences(pair: Pair) -> Iterator[Cause]:
+def _state_differences(pair: Pair, whole: Whole) -> Iterator[Cause]:
     """Yield what differs in the states of two checkpoints, but for what holds times."""
     digests = [{n: f.xxh3_128 for n, f in entry.manifest.files.items()} for entry in pair]
     if digests[0] == digests[1]:
         return
+    pair = _brought(pair, whole)
     a, b = (read_contents(entry.path) for entry in pair)
     kinds = {"model": "parameters", "optimizer": "optimizer", "trainer": "state"}
     both = sorted({*a.tensors, *a.values} & {*b.tensors, *b.values})
@@ -247,7 +258,7 @@ def _state_differences(pair: Pair) -> Iterator[Cause]:
             yield Cause(kind, f"`{names[0]}`{of} differs{amount}{more} {where}.")
 
 
-def _later_causes(pairs: Sequence[Pair]) -> Iterator[Cause]:
+def _later_causes(pairs: Sequence[Pair], whole: Whole) -> Iterator[Cause]:
     """Yield what checkpoints around the parting tell of orders and of the optimizer's settings."""
     for pair in pairs:
         a, b = (entry.manifest.metadata.get("order") or {} for entry in pair)
@@ -257,7 +268,8 @@ def _later_causes(pairs: Sequence[Pair]) -> Iterator[Cause]:
             yield Cause("data", f"{_listed([*found, where])}.")
             break
     try:
-        left, right = (read_contents(entry.path) for entry in pairs[-1]) if pairs else ((), ())
+        last = _brought(pairs[-1], whole) if pairs else ()
+        left, right = (read_contents(entry.path) for entry in last) if last else ((), ())
     except CheckpointError:
         return  # what is broken is told elsewhere
     if left and right:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.basics.formatting import readable_size
-from trainkit.cli.addresses import OUTLINE
+from trainkit.cli.addresses import LOGS
 from trainkit.errors import ConfigError
 from trainkit.inspect.report.page import make_page
 from trainkit.inspect.report.records import read_runs
@@ -25,7 +25,7 @@ def add_to(commands: Any) -> None:
     parser.add_argument("-o", "--output", metavar="FILE", type=Path, help=page_help)
     png_help = "draw the curves into a picture, with matplotlib"
     parser.add_argument("--png", metavar="FILE", type=Path, help=png_help)
-    parser.set_defaults(run=_run, reads={"runs": OUTLINE})
+    parser.set_defaults(run=_run, reads={"runs": LOGS})
 
 
 def _run(options: argparse.Namespace) -> int:

@@ -15,7 +15,7 @@ from trainkit.basics.parsing import nearest
 from trainkit.basics.terminal import print_table
 from trainkit.checkpoint.format.names import CHECKPOINTS
 from trainkit.checkpoint.listing import committed
-from trainkit.cli.addresses import OUTLINE
+from trainkit.cli.addresses import LOGS
 from trainkit.errors import ConfigError, TrainkitError
 from trainkit.inspect.report.listing import facts, facts_of
 from trainkit.inspect.report.records import METRICS, RunLog, find_runs, mapping
@@ -39,7 +39,7 @@ def add_to(commands: Any) -> None:
     listing.add_argument("--sort", metavar="NAME", default="started", help=sort_help)
     listing.add_argument("--reverse", action="store_true", help="the other way round")
     listing.add_argument("--json", action="store_true", help="all that is known, for programs")
-    listing.set_defaults(run=_list, reads={"folders": OUTLINE})
+    listing.set_defaults(run=_list, reads={"folders": LOGS})
 
 
 def _list(options: argparse.Namespace) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from trainkit.basics.lock import RunLock
 from trainkit.basics.outputs import address_of, storage_folder
 from trainkit.basics.packages import require
 from trainkit.errors import CheckpointError, ConfigError
@@ -23,6 +24,14 @@ def folder_of(address: str, argument: str) -> Path:
     Raises:
         ConfigError: The address is not supported, or its library is not installed.
     """
+    if address.startswith("hf:/"):
+        raise ConfigError(
+            f"`{argument}` is `{address}`, but under such addresses Hugging Face writes without "
+            "conditions: nothing would keep two runs apart. Its buckets speak S3 as well, with "
+            "conditions: pass `s3://bucket/run`, set `AWS_ENDPOINT_URL` to "
+            "`https://s3.hf.co/NAMESPACE`, and the keys to those that a token gives for S3. "
+            "trainkit was not tried there. Repositories are for finished models, not for runs."
+        )
     match = _ADDRESS.fullmatch(address)
     parts = match[2].split("/") if match else []
     if match is None or any(part.startswith(".") for part in parts):
@@ -55,16 +64,17 @@ def fetch(folder: Path) -> None:
     remote.fetch_others(folder, replaces=False)
 
 
-def copy(folder: Path, target: Path, *, contents: bool) -> None:
-    """Bring what the address of a folder holds to another one, as it is; see `Remote.copy`.
+def outline(folder: Path, target: Path, *, logs: bool) -> Remote:
+    """Let a folder look like what the address of another one holds; see `Remote.outline`.
 
     Raises:
         CheckpointError: The address cannot be reached, or holds nothing.
     """
     remote = Remote(_objects(folder))
-    remote.copy(target, contents=contents)
+    remote.outline(target, logs=logs)
     if not target.exists():
         raise CheckpointError(f"`{remote.objects.address}` holds nothing. See to the address.")
+    return remote
 
 
 def fetch_names(folder: Path) -> None:
@@ -93,12 +103,13 @@ def send_state(folder: Path) -> None:
     A storage that cannot be reached is said: the folder holds the checkpoint in any case.
     """
     try:
-        with writing(folder) as remote:
-            here = checkpoints_in(folder)
+        with writing(folder) as lease:
+            remote, here = Remote(_objects(folder)), checkpoints_in(folder)
             for name in here.keys() - remote.checkpoints.keys():
-                remote.send(name, folder, lambda: None)
+                remote.send(name, folder, lease.require)
             earlier = {*remote.checkpoints, *remote.left} - here.keys()
             for name in sorted(name for name in earlier if "/" not in name):
+                lease.require()
                 remote.remove(name)
     except CheckpointError as error:
         warnings.warn(f"`{folder}` is not uploaded: {error} The state is in it.", stacklevel=2)
@@ -121,16 +132,16 @@ def forget(folder: Path) -> None:
 
 
 @contextmanager
-def writing(folder: Path) -> Iterator[Remote]:
-    """Hold the address of a folder inside, and give what is there."""
-    objects = _objects(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    lease = Lease(objects, folder)
-    lease.acquire(lambda line: None)
-    try:
-        yield Remote(objects)
-    finally:
-        lease.release()
+def writing(folder: Path) -> Iterator[Lease]:
+    """Hold a folder and its address inside."""
+    # Whoever has the folder may take its address from a run that has it: none must be alive.
+    with RunLock(folder, advice="stop it"):
+        lease = Lease(_objects(folder), folder)
+        lease.acquire(lambda line: None)
+        try:
+            yield lease
+        finally:
+            lease.release()
 
 
 def _objects(folder: Path) -> Objects:

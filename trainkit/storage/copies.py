@@ -9,13 +9,13 @@ import re
 import stat
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from trainkit.checkpoint.checkpoint import verify
 from trainkit.checkpoint.commit import throw_away
 from trainkit.checkpoint.format.manifest import Manifest, read_manifest
-from trainkit.checkpoint.format.names import MANIFEST, TEMPORARY
+from trainkit.checkpoint.format.names import MANIFEST, PINS, TEMPORARY
 from trainkit.checkpoint.io import files
 from trainkit.errors import CheckpointError
 from trainkit.storage.objects import Objects, StorageError
@@ -73,18 +73,19 @@ class Remote:
         self.objects = objects
         found = {n: size for n, size in objects.names().items() if not _is_hidden(n)}
         self.checkpoints: dict[str, Manifest] = {}
+        self._manifests: dict[str, bytes] = {}
         self.left: set[str] = set()  # checkpoints without a manifest: uploads that were cut
         for place in {name.rpartition("/")[0] for name in found}:
             manifest = f"{place}/{MANIFEST}"
             if manifest in found or _named_like_one(place):  # some storages list what is new late
-                content = objects.read(manifest) or b""
+                self._manifests[manifest] = content = objects.read(manifest) or b""
                 try:
                     self.checkpoints[place] = Manifest.decode(content, Path(manifest))
                 except CheckpointError:
                     self.left.add(place)
         whole = self.checkpoints.keys() | self.left
         self.others = {n: s for n, s in found.items() if n.rpartition("/")[0] not in whole}
-        self._found = found
+        self._found = found | {n: len(content) for n, content in self._manifests.items() if content}
 
     def newest_first(self) -> list[tuple[str, Manifest]]:
         """Return the checkpoints, the newest first."""
@@ -104,12 +105,8 @@ class Remote:
             for file in (*manifest.sizes(), MANIFEST):
                 with suppress(FileNotFoundError):  # `verify` says that it is missing
                     self.objects.fetch(f"{name}/{file}", scratch / file)
-            try:
+            with blamed_on(f"{self.objects.address}/{name}"):
                 verify(scratch)
-            except CheckpointError as error:
-                raise CheckpointError(
-                    f"`{self.objects.address}/{name}` is broken: {error}"
-                ) from error
             scratch.chmod(0o755)
             files.sync_directory(scratch)
             if target.exists():
@@ -131,20 +128,31 @@ class Remote:
                 self.objects.fetch(name, scratch)
                 scratch.replace(target)
 
-    def copy(self, folder: Path, *, contents: bool) -> None:
-        """Bring all as it is, and verify nothing.
+    def outline(self, folder: Path, *, logs: bool) -> None:
+        """Bring manifests as they are, and of other files holes of their sizes.
 
         Args:
-            contents: Whether files of checkpoints are more than holes of their sizes.
+            logs: Bring what is of no checkpoint, too.
         """
+        is_one = MANIFEST in self._found  # the address of a checkpoint, which is brought whole
         for name, size in self._found.items():
             path = folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            if contents or name in self.others or path.name == MANIFEST:
-                self.objects.fetch(name, path)
+            if content := self._manifests.get(name):
+                path.write_bytes(content)
+            elif name in self.others and (logs or is_one or path.name == PINS):
+                with suppress(FileNotFoundError):  # removed meanwhile
+                    self.objects.fetch(name, path)
             else:
                 with path.open("xb") as hole:
                     hole.truncate(size)
+
+    def copy(self, name: str, target: Path) -> None:
+        """Bring a checkpoint as it is, and verify nothing."""
+        target.mkdir(parents=True)
+        for each in [each for each in self._found if each.rpartition("/")[0] == name]:
+            with suppress(FileNotFoundError):  # removed meanwhile
+                self.objects.fetch(each, target / each.rpartition("/")[2])
 
     def send(self, name: str, folder: Path, may_write: Callable[[], None]) -> None:
         """Write a checkpoint: its files, then its manifest, which must not be there.
@@ -180,6 +188,15 @@ class Remote:
         self.checkpoints.pop(name, None)
         self.objects.delete(self.objects.names(name))
         self.left.discard(name)
+
+
+@contextmanager
+def blamed_on(address: str) -> Iterator[None]:
+    """Let an error on a copy name the address of what was copied."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(f"`{address}` is broken: {error}") from error
 
 
 class ForeignCheckpoint(StorageError):

@@ -84,6 +84,15 @@ class Lease:
         """Return whether nobody else can have taken the address."""
         return not self._lost and time.monotonic() < self._until
 
+    def require(self) -> None:
+        """Raise CheckpointError where another program may have taken the address."""
+        self.check()
+        if not self.may_write():
+            raise StorageError(
+                f"`{self._objects.address}` was not reached for so long that another run may have "
+                "taken it. Nothing is written before that is known."
+            )
+
     def check(self) -> None:
         """Raise CheckpointError where another program has taken the address."""
         if self._lost:

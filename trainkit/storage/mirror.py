@@ -192,7 +192,7 @@ class Mirror:
             self._send_files()
             self._under_way = name
             try:
-                self._remote.send(name, self._folder, self._may_write)
+                self._remote.send(name, self._folder, self._lease.require)
             except FileNotFoundError:
                 continue  # retention was faster
             except ForeignCheckpoint as error:
@@ -203,7 +203,7 @@ class Mirror:
         for kept in self._kept.values() if ends else ():
             rotate(*kept)  # of what was under way when that was its turn
         for name in {*self._outdated(), *self._remote.left}:
-            self._may_write()
+            self._lease.require()
             self._remote.remove(name)
 
     def _newest_missing(self) -> str | None:
@@ -214,7 +214,7 @@ class Mirror:
     def _send_files(self) -> None:
         for name, state in files_in(self._folder).items():
             if self._sent.get(name) != state:
-                self._may_write()
+                self._lease.require()
                 try:
                     self._remote.objects.put_file(name, self._folder / name)
                 except FileNotFoundError:
@@ -238,11 +238,3 @@ class Mirror:
             held = {entry.path for entry in here}
             gone += [e.path for e in own if e.step not in kept and e.path not in held]
         return [path.relative_to(self._folder).as_posix() for path in gone]
-
-    def _may_write(self) -> None:
-        self._lease.check()
-        if not self._lease.may_write():
-            raise StorageError(
-                f"`{self._address}` was not reached for so long that another run may have taken "
-                "it. Nothing is written before that is known."
-            )
