@@ -17,7 +17,9 @@ from tests.helpers.s3 import S3
 from tests.storage.toys import STEPS, At, train
 from trainkit import Callback, Trainer
 from trainkit.callbacks import Checkpoint
+from trainkit.checkpoint.format.names import owner_of
 from trainkit.storage import machines
+from trainkit.storage.objects import Objects
 
 
 def _apart(rank: int, folder: Path) -> None:
@@ -54,6 +56,71 @@ def test_machines_without_a_shared_folder_go_on_elsewhere_bit_equal(s3: S3, tmp_
     assert {each.rpartition("/")[2] for each in s3.names(f"apart/{name}/")} == parts
     assert {path.name for path in (tmp_path / "b0/s3/bucket/apart" / name).iterdir()} == parts
     assert not [path for path in (tmp_path / "b1").rglob("*") if path.is_file()]  # nothing stays
+
+
+def _fetched(rank: int, address: str, folder: Path, **options: Any) -> tuple[Any, set[str]]:
+    """Train on as many machines as processes; return what it gave, and which files were fetched."""
+    found, fetch = set[str](), Objects.fetch
+
+    def noted(self: Objects, name: str, path: Path) -> None:
+        found.add(name.rpartition("/")[2])
+        fetch(self, name, path)
+
+    Objects.fetch = noted  # type: ignore[method-assign]
+    return _train(rank, address, folder, **options), found
+
+
+def _names(s3: S3, prefix: str) -> set[str]:
+    return {name.rpartition("/")[2] for name in s3.names(prefix)} - {"manifest.json"}
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(("strategy", "lacks"), [("fsdp", True), ("auto", False)])
+def test_a_machine_fetches_the_shards_of_its_own_processes(
+    s3: S3, tmp_path: Path, strategy: Any, lacks: bool
+) -> None:
+    address = f"s3://bucket/parts-{strategy}"
+    with pytest.raises(RanksError, match="stopped"):
+        run_ranks(2, _train, address, tmp_path / "a", At(3, _stop), strategy="fsdp")
+    every = _names(s3, f"parts-{strategy}/checkpoints/")
+    others = {name for name in every if "shard-00000" in name}
+    assert len(others) == 2  # of the model, and of the optimizer
+    found = run_ranks(2, _fetched, address, tmp_path / "b", strategy=strategy)
+    assert [came_from for (came_from, _), _ in found] == [2, 2]
+    assert every - found[1][1] == (others if lacks else set())
+
+
+@pytest.mark.e2e
+def test_what_no_name_tells_is_fetched_when_it_is_read(
+    s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address = "s3://bucket/asked"
+    with pytest.raises(RanksError, match="stopped"):
+        run_ranks(2, _train, address, tmp_path / "a", At(3, _stop), strategy="fsdp")
+
+    def other(name: str) -> int | None:
+        return None if (owner := owner_of(name)) is None else 1 - owner
+
+    monkeypatch.setattr(machines, "owner_of", other)
+    found = run_ranks(2, _train, address, tmp_path / "b", strategy="fsdp")
+    assert [came_from for came_from, _ in found] == [2, 2]
+    whole = run_ranks(2, train, str(tmp_path / "plain"), tmp_path, strategy="fsdp")
+    for (_, ours), (_, theirs) in zip(found, whole, strict=True):
+        assert all(map(torch.equal, ours, theirs))
+
+
+@pytest.mark.e2e
+def test_a_shard_that_is_broken_there_is_told(s3: S3, tmp_path: Path) -> None:
+    address = "s3://bucket/broken"
+    with pytest.raises(RanksError, match="stopped"):
+        run_ranks(2, _train, address, tmp_path / "a", At(3, _stop), strategy="fsdp")
+    (name,) = (n for n in s3.names("broken/checkpoints/") if "model-shard-00001" in n)
+    content = s3.read(name)
+    s3.write(name, content[:-1] + bytes([content[-1] ^ 1]))
+    # Process 0 has the good one of the first training.
+    folders = {0: tmp_path / "a", 1: tmp_path / "b"}
+    with pytest.raises(RanksError, match=r"`s3://bucket/broken/.*` is broken: .*model-shard-00001"):
+        run_ranks(2, lambda rank: _train(rank, address, folders[rank], strategy="fsdp"))
 
 
 def _train_until_it_dies(rank: int, address: str, folder: Path) -> None:

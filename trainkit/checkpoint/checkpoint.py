@@ -1,6 +1,6 @@
 """A checkpoint to be read, and its verification."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,14 +35,19 @@ class Checkpoint:
         path: Its folder.
         manifest: What is in it.
         left_out: Files that other processes compare; nobody may apply any before all have.
+        bring: As for `TensorReader`.
     """
 
     def __init__(
-        self, path: Path, manifest: Manifest, left_out: frozenset[str] = frozenset()
+        self,
+        path: Path,
+        manifest: Manifest,
+        left_out: frozenset[str] = frozenset(),
+        bring: Callable[[str], None] | None = None,
     ) -> None:
         self.path = path
         self.manifest = manifest
-        self._reader = TensorReader(path, manifest.files, left_out)
+        self._reader = TensorReader(path, manifest.files, left_out, bring)
         self._flat: dict[str, tuple[Mapping[str, Any], Mapping[str, StoredTensor]]] = {}
 
     @property
@@ -161,7 +166,9 @@ def verify(path: Path) -> Manifest:
     return checkpoint.manifest
 
 
-def open_share(path: Path, world: "World") -> Checkpoint:
+def open_share(
+    path: Path, world: "World", bring: Callable[[str], None] | None = None
+) -> Checkpoint:
     """Return a checkpoint that all processes of a job read and verify together.
 
     Each compares what was written by the process of its own number. What all have alike, all read:
@@ -177,7 +184,7 @@ def open_share(path: Path, world: "World") -> Checkpoint:
     is_even = world.size % world.local_size == 0
     sharers = world.local_size if is_even else world.size
     mine.update(common[world.rank % sharers :: sharers])
-    return Checkpoint(path, manifest, frozenset(files.keys() - mine))
+    return Checkpoint(path, manifest, frozenset(files.keys() - mine), bring)
 
 
 def check_sizes(path: Path) -> Manifest:

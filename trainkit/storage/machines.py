@@ -1,5 +1,6 @@
 """Machines that do not see the folder of process 0: what they save, and what they read."""
 
+import os
 import socket
 import uuid
 from collections.abc import Callable, Iterable, Iterator
@@ -9,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.basics.outputs import absolute, address_of
-from trainkit.checkpoint.format.names import MANIFEST
+from trainkit.checkpoint.checkpoint import Checkpoint
+from trainkit.checkpoint.format.manifest import Manifest
+from trainkit.checkpoint.format.names import MANIFEST, is_of_one_process, owner_of
 from trainkit.checkpoint.io import files
 from trainkit.checkpoint.io.files import Chunks
 from trainkit.distributed import Processes, run_on_all, run_on_main
 from trainkit.distributed.collectives import first_with
-from trainkit.storage.copies import Remote
+from trainkit.storage.copies import blamed_on
 from trainkit.storage.objects import Objects, StorageError
 
 _PIECE = 1 << 22  # bytes that a process sends at once; process 0 holds those of all
@@ -106,8 +109,14 @@ def _naming(path: Path) -> Iterator[None]:
         raise
 
 
+Here = tuple[Path, Callable[[str], None] | None]
+"""Where a checkpoint is on this machine, and what brings a file of it that is not there yet."""
+
+
 @contextmanager
-def on_this_machine(path: Path, processes: Processes, mirror: Any = None) -> Iterator[Path]:
+def on_this_machine(
+    path: Path, processes: Processes, mirror: Any = None, *, sharded: bool | None = None
+) -> Iterator[Here]:
     """Give the place of a checkpoint of process 0 on this machine, inside; every process enters it.
 
     A machine that has it not fetches it from its address, for all its processes, and removes it
@@ -116,24 +125,28 @@ def on_this_machine(path: Path, processes: Processes, mirror: Any = None) -> Ite
     Args:
         path: The folder of it; that of process 0 counts.
         mirror: What uploads it, on process 0, where a run is under way.
+        sharded: None: all of it is fetched at once. Else, where as many processes saved it, what
+            all have alike and what those of this machine wrote: of shards only where this is True.
+            The rest comes when it is asked for.
 
     Raises:
         CheckpointError: It cannot be fetched; on all processes.
     """
     world = processes.world
     if world.size == world.local_size:
-        yield path
+        yield path, None
         return
     address, digest = run_on_main(processes, lambda: (address_of(path), _digest(path)))
     if address is None:
-        yield path
+        yield path, None
         return
     place = absolute(address, "output_dir", stored=True)
     lacks = _digest(place) != digest
     if first_with(processes, lacks) is None:
-        yield place
+        yield place, None
         return
     scratch = place.parent / f".trainkit-{digest}"  # where no checkpoint is looked for
+    objects = Objects(address)
 
     def upload() -> None:
         if mirror is not None:
@@ -142,19 +155,39 @@ def on_this_machine(path: Path, processes: Processes, mirror: Any = None) -> Ite
     def fetch() -> None:
         if not (lacks and world.is_local_main):
             return
-        remote = Remote(Objects(address.rpartition("/")[0]))
-        if place.name in remote.checkpoints:
-            remote.fetch(place.name, scratch)
-        if _digest(scratch / place.name) != digest:
+        content = objects.read(MANIFEST) or b""
+        if _digest_of(content) != digest:
             raise StorageError(
                 f"`{address}` is not the checkpoint that process 0 has in `{path}`, and "
                 f"{socket.gethostname()} needs it. See to the address, or remove that folder."
             )
+        if scratch.exists():  # of a program that was killed
+            files.remove_tree(scratch)
+        files.make_directories(scratch)
+        manifest, first = Manifest.decode(content, path), world.rank - world.local_rank
+        later = set[str]()
+        if sharded is not None and manifest.world_size == world.size:
+            others = {*range(world.size)} - {*range(first, first + world.local_size)}
+            of_others = [name for name in manifest.sizes() if owner_of(name) in others]
+            later = {name for name in of_others if sharded or is_of_one_process(name)}
+        for name in manifest.sizes().keys() - later:
+            bring(name)
+        with blamed_on(address):
+            Checkpoint(scratch, manifest, frozenset(later)).verify_rest()
+        files.write_file(scratch / MANIFEST, [content])
+
+    def bring(name: str) -> None:
+        target = scratch / name
+        if not target.exists():
+            part = target.with_name(f".{name}.{os.getpid()}")
+            with suppress(FileNotFoundError):  # whoever reads it says that it is missing
+                objects.fetch(name, part)
+                part.rename(target)
 
     run_on_main(processes, upload)
     try:
         run_on_all(processes, fetch)
-        yield scratch / place.name if lacks else place
+        yield (scratch, bring) if lacks else (place, None)
     finally:
         processes.barrier()  # all have read it
         if lacks and world.is_local_main and scratch.exists():
@@ -164,5 +197,9 @@ def on_this_machine(path: Path, processes: Processes, mirror: Any = None) -> Ite
 def _digest(folder: Path) -> str:
     """Return what tells a checkpoint from all others; "" where there is none."""
     with suppress(OSError):
-        return blake2b((folder / MANIFEST).read_bytes(), digest_size=16).hexdigest()
+        return _digest_of((folder / MANIFEST).read_bytes())
     return ""
+
+
+def _digest_of(manifest: bytes) -> str:
+    return blake2b(manifest, digest_size=16).hexdigest()

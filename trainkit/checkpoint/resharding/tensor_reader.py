@@ -4,7 +4,7 @@ Torch is imported only where a state is put together.
 """
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,19 +38,25 @@ class TensorReader:
         files: What the manifest says of the files.
         left_out: The names of files that other processes compare; of them those that all read
             are not compared here.
+        bring: Called with the name of each file before it is opened; it may not be there yet.
 
     Attributes:
         verified: The names of files that were compared with their digests.
     """
 
     def __init__(
-        self, path: Path, files: Mapping[str, FileInfo], left_out: Collection[str] = ()
+        self,
+        path: Path,
+        files: Mapping[str, FileInfo],
+        left_out: Collection[str] = (),
+        bring: Callable[[str], None] | None = None,
     ) -> None:
         self.verified: set[str] = set()
         self._path = path
         self._files = files
         self._headers: dict[str, Header] = {}
         self._left_out = left_out
+        self._bring = bring
 
     def header(self, part: str) -> Header:
         """Return what the tensor file of a part says of itself."""
@@ -137,6 +143,8 @@ class TensorReader:
     @contextmanager
     def _open(self, name: str) -> Iterator[HashedFile]:
         info = self._files[name]
+        if self._bring is not None:
+            self._bring(info.pack or name)
         with (
             open_directory(self._path) as directory,
             open_file(directory, info.pack or name, self._path) as file,

@@ -77,7 +77,8 @@ def restore(
     present = _present(run, callbacks) if run.strategy.sharded else {}
 
     def load(folder: str) -> _Loaded:
-        with ask("on_this_machine")(Path(folder), processes, run.internals.mirror) as here:
+        mirror, sharded = run.internals.mirror, run.strategy.sharded
+        with ask("on_this_machine")(Path(folder), processes, mirror, sharded=sharded) as here:
             return _load(run, callbacks, here, present, schedule)
 
     found = first_verified(
@@ -139,11 +140,16 @@ def _present(run: Run, callbacks: CallbackList) -> dict[str, Any]:
 
 
 def _load(
-    run: Run, callbacks: CallbackList, path: Path, present: dict[str, Any], schedule: str | None
+    run: Run, callbacks: CallbackList, here: Any, present: dict[str, Any], schedule: str | None
 ) -> _Loaded:
-    """Read a checkpoint, and look at all that the run takes of it."""
+    """Read a checkpoint, and look at all that the run takes of it.
+
+    Args:
+        here: What `on_this_machine` gives.
+    """
+    path, bring = here
     processes = run.strategy.processes
-    checkpoint = open_share(path, processes.world)
+    checkpoint = open_share(path, processes.world, bring)
     manifest = checkpoint.manifest
     _check_manifest(checkpoint)
     # What does not fit is not broken: "auto" must not go back, and begin afresh in the end.

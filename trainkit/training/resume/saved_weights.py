@@ -50,7 +50,7 @@ def held(
     before = [(parameter, parameter.detach().clone()) for parameter in module.parameters()]
     try:
         with kept_buffers(module.modules()), in_training_mode(module):
-            with ask("on_this_machine")(path, processes) as here:
+            with ask("on_this_machine")(path, processes) as (here, _):
                 run_on_all(processes, lambda: load_onto_base(module, here))
             yield
     finally:
@@ -105,7 +105,7 @@ def restore_best(run: Run, result: FitResult) -> None:
     processes = run.strategy.processes
     with (
         in_training_mode(run.module),
-        ask("on_this_machine")(path, processes, run.internals.mirror) as here,
+        ask("on_this_machine")(path, processes, run.internals.mirror) as (here, _),
     ):
         run_on_all(processes, lambda: load_onto_base(run.module, here))
     run.print(
