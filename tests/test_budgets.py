@@ -34,7 +34,7 @@ def test_files_stay_short() -> None:
     assert not too_long
 
 
-LIMITS = {"trainkit": 60_568, "what the trainer can reach": 28_322, "what the loop imports": 4_461}
+LIMITS = {"trainkit": 60_602, "what the trainer can reach": 28_325, "what the loop imports": 4_461}
 """Lines. Where less is reached the limit follows; 44,000 and 22,000 are wanted of the first two.
 
 5,590 of the first stand in rings that came last: object storage, more names of Accelerate, the page
@@ -58,6 +58,7 @@ does not document, which the loop imports. 6 tell of a stream that does not take
 overwrite what a resume brought back.
 102 let commands fetch of an address what they read, and hold it where they change it.
 58 let machines fetch for a resume what their processes read, 21 of them in the core.
+34 do the same for the states of an own loop and dry runs.
 """
 
 

@@ -15,11 +15,12 @@ from torch.utils.data import DataLoader, TensorDataset
 from tests.helpers.ranks import RanksError, run_ranks
 from tests.helpers.s3 import S3
 from tests.storage.toys import STEPS, At, train
-from trainkit import Callback, Trainer
+from trainkit import Accelerator, Callback, ProjectConfiguration, Trainer
 from trainkit.callbacks import Checkpoint
 from trainkit.checkpoint.format.names import owner_of
 from trainkit.storage import machines
 from trainkit.storage.objects import Objects
+from trainkit.strategies import FSDP
 
 
 def _apart(rank: int, folder: Path) -> None:
@@ -121,6 +122,75 @@ def test_a_shard_that_is_broken_there_is_told(s3: S3, tmp_path: Path) -> None:
     folders = {0: tmp_path / "a", 1: tmp_path / "b"}
     with pytest.raises(RanksError, match=r"`s3://bucket/broken/.*` is broken: .*model-shard-00001"):
         run_ranks(2, lambda rank: _train(rank, address, folders[rank], strategy="fsdp"))
+
+
+def _own_loop(rank: int, folder: Path, strategy: Any, saves: int) -> list[torch.Tensor]:
+    """Save or load the states of an own loop; return what is to come back with them."""
+    _apart(rank, folder)
+    project = ProjectConfiguration(
+        project_dir=f"s3://bucket/loop-{strategy is None}",
+        automatic_checkpoint_naming=True,
+        total_limit=2,
+    )
+    accelerator = Accelerator(cpu=True, project_config=project, strategy=strategy)
+    torch.manual_seed(rank)
+    module = nn.Linear(4, 8)
+    model, optimizer = accelerator.prepare(module, torch.optim.AdamW(module.parameters(), lr=0.1))
+    for _ in range(saves):
+        accelerator.backward(model(torch.randn(2, 4)).square().sum())
+        optimizer.step()
+        optimizer.zero_grad()
+        accelerator.save_state()
+    if not saves:
+        accelerator.load_state()
+    accelerator.backward(model(torch.randn(2, 4)).square().sum())
+    optimizer.step()
+    state = accelerator.get_state_dict(model)
+    accelerator.end_training()
+    return [*state.values(), torch.rand(2)]
+
+
+@pytest.mark.parametrize("strategy", [None, pytest.param(FSDP(), marks=pytest.mark.e2e)])
+def test_states_of_an_own_loop_need_no_shared_folder(s3: S3, tmp_path: Path, strategy: Any) -> None:
+    before = run_ranks(2, _own_loop, tmp_path / "a", strategy, 3)
+    states = {name.split("/")[2] for name in s3.names(f"loop-{strategy is None}/checkpoints/")}
+    assert states == {"checkpoint_1", "checkpoint_2"}
+    after = run_ranks(2, _own_loop, tmp_path / "b", strategy, 0)
+    for ours, theirs in zip(after, before, strict=True):
+        assert all(map(torch.equal, ours, theirs))
+    assert not torch.equal(before[0][-1], before[1][-1])  # random streams, each its own
+
+
+def _dry_run(rank: int, folder: Path) -> tuple[int, float | None, float]:
+    _apart(rank, folder)
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(32, 4), torch.randn(32, 1))
+    model, loader = nn.Linear(4, 1), DataLoader(data, batch_size=4)
+    trainer = Trainer(
+        max_epochs=3,
+        dry_run=4,
+        output_dir="s3://bucket/dry",
+        strategy="fsdp",
+        callbacks=[Checkpoint(every_n_steps=2, keep_best=("eval/loss", "min"))],
+    )
+    result = trainer.fit(
+        model,
+        (loader, loader),
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+        loss_fn=nn.MSELoss(),
+        restore_best=True,
+    )
+    return result.step, result.best_value, trainer.evaluate(model, loader)["eval/loss"]
+
+
+@pytest.mark.e2e
+def test_a_dry_run_needs_no_shared_folder(s3: S3, tmp_path: Path) -> None:
+    one, other = run_ranks(2, _dry_run, tmp_path / "a")
+    assert one == other
+    assert one[0] == 4
+    assert one[1] == one[2]  # of weights of which process 0 had sent the other its own, and back
+    assert not s3.names("dry/")
+    assert not [path for path in (tmp_path / "a1").rglob("*") if path.is_file()]
 
 
 def _train_until_it_dies(rank: int, address: str, folder: Path) -> None:

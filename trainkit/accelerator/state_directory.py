@@ -18,6 +18,7 @@ from trainkit.distributed import Processes, run_on_main
 from trainkit.distributed.collectives import gather_on_main
 from trainkit.errors import CheckpointError, CheckpointMissing, ConfigError
 from trainkit.storage.addresses import forget, send_logs, send_state
+from trainkit.storage.machines import courier, on_this_machine
 
 T = TypeVar("T")
 
@@ -60,26 +61,28 @@ class StateDirectory:
         """Commit `parts`, then delete the previous state of this folder."""
         store, lock = CheckpointStore(folder), RunLock(folder)
 
-        def begin() -> int:
+        def begin() -> tuple[int, bool]:
             lock.acquire()
             store.clean()
             found = store.checkpoints()
-            return found[-1].step + 1 if found else 0
+            return found[-1].step + 1 if found else 0, address_of(folder) is not None
 
         def keep_last() -> None:
             rotate(store, KeepPolicy(keep_last=1))
 
         try:
+            step, is_stored = run_on_main(processes, begin)
             store.save(
-                run_on_main(processes, begin),
+                step,
                 parts,
                 metadata={**metadata, "follows": self._follows},
                 agree=partial(gather_on_main, processes),
+                courier=courier(processes, folder) if is_stored else None,
             )
             run_on_main(processes, keep_last)
         finally:
             lock.release()
-        if address_of(folder) is not None:
+        if is_stored:
             run_on_main(processes, partial(send_state, folder))
         if self._project.automatic_checkpoint_naming:
             run_on_main(processes, self._drop_oldest)
@@ -101,10 +104,15 @@ class StateDirectory:
             read: Reads a checkpoint.
             report: Told of each state that is passed over.
         """
+
+        def read_here(place: tuple[str, str]) -> T:
+            with on_this_machine(Path(place[1]), self._processes) as (here, _):
+                return read(here)
+
         found = first_verified(
             self._processes,
             self._states(input_dir, report),
-            lambda place: read(Path(place[1])),
+            read_here,
             None if input_dir is not None else lambda why: report(f"trainkit: skipped: {why}"),
         )
         assert found is not None  # an error where there is none

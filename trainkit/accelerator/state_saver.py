@@ -21,6 +21,7 @@ from trainkit.distributed import (
     run_on_all_or_main,
 )
 from trainkit.errors import ConfigError
+from trainkit.storage.machines import on_this_machine
 from trainkit.types import Stateful
 
 Hook = Callable[..., Any]
@@ -109,7 +110,8 @@ class StateSaver:
             for hook in self._before_load.values():
                 hook(left, str(folder))
             models = {name: model for name, model in models.items() if model in left}
-            loaded = run_on_all(self._processes, lambda: contents.read(path, models, strict))
+            with on_this_machine(path, self._processes) as (here, _):
+                loaded = run_on_all(self._processes, lambda: contents.read(here, models, strict))
         else:
             folder, path, loaded = directory.load(
                 input_dir, lambda path: contents.read(path, models, strict), report

@@ -10,7 +10,7 @@ from typing import Any
 
 from trainkit.accelerator.settings import ProjectConfiguration
 from trainkit.basics.lock import RunLock
-from trainkit.basics.outputs import check_folder
+from trainkit.basics.outputs import address_of, check_folder
 from trainkit.basics.packages import require
 from trainkit.basics.written_files import claim
 from trainkit.distributed import Processes, run_on_main
@@ -81,7 +81,7 @@ class Trackers:
         if given := project.folder("project_dir"):
             owner, folder = "`Accelerator(project_dir=...)`", Path(given)
             run_on_main(processes, lambda: check_folder(folder, owner))
-            if project.automatic_checkpoint_naming:
+            if project.automatic_checkpoint_naming and address_of(folder) is None:
                 check_shared(processes, folder, owner)
 
     def start(

@@ -5,11 +5,12 @@ import socket
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from trainkit.basics.outputs import absolute, address_of
+from trainkit.basics.outputs import absolute, address_of, storage_folder
 from trainkit.checkpoint.checkpoint import Checkpoint
 from trainkit.checkpoint.format.manifest import Manifest
 from trainkit.checkpoint.format.names import MANIFEST, is_of_one_process, owner_of
@@ -120,7 +121,7 @@ def on_this_machine(
     """Give the place of a checkpoint of process 0 on this machine, inside; every process enters it.
 
     A machine that has it not fetches it from its address, for all its processes, and removes it
-    afterwards.
+    afterwards. What has no address, as in a dry run, process 0 sends.
 
     Args:
         path: The folder of it; that of process 0 counts.
@@ -136,34 +137,27 @@ def on_this_machine(
     if world.size == world.local_size:
         yield path, None
         return
-    address, digest = run_on_main(processes, lambda: (address_of(path), _digest(path)))
-    if address is None:
-        yield path, None
-        return
-    place = absolute(address, "output_dir", stored=True)
+    address, digest = run_on_main(processes, lambda: (address_of(path) or "", _digest(path)))
+    place = absolute(address, "output_dir", stored=True) if address else path
     lacks = _digest(place) != digest
     if first_with(processes, lacks) is None:
         yield place, None
         return
-    scratch = place.parent / f".trainkit-{digest}"  # where no checkpoint is looked for
-    objects = Objects(address)
+    scratch = storage_folder() / f".trainkit-{digest}"  # where no checkpoint is looked for
+    receives = lacks and world.is_local_main
 
     def upload() -> None:
         if mirror is not None:
             mirror.wait_for(path)
 
     def fetch() -> None:
-        if not (lacks and world.is_local_main):
-            return
+        objects = Objects(address)
         content = objects.read(MANIFEST) or b""
         if _digest_of(content) != digest:
             raise StorageError(
                 f"`{address}` is not the checkpoint that process 0 has in `{path}`, and "
                 f"{socket.gethostname()} needs it. See to the address, or remove that folder."
             )
-        if scratch.exists():  # of a program that was killed
-            files.remove_tree(scratch)
-        files.make_directories(scratch)
         manifest, first = Manifest.decode(content, path), world.rank - world.local_rank
         later = set[str]()
         if sharded is not None and manifest.world_size == world.size:
@@ -181,17 +175,44 @@ def on_this_machine(
         if not target.exists():
             part = target.with_name(f".{name}.{os.getpid()}")
             with suppress(FileNotFoundError):  # whoever reads it says that it is missing
-                objects.fetch(name, part)
+                Objects(address).fetch(name, part)
                 part.rename(target)
+
+    def begin() -> None:
+        if receives:
+            if scratch.exists():  # of a program that was killed
+                files.remove_tree(scratch)
+            files.make_directories(scratch)
+            if address:
+                fetch()
 
     run_on_main(processes, upload)
     try:
-        run_on_all(processes, fetch)
+        run_on_all(processes, begin)
+        if not address:
+            _send(processes, path, scratch if receives else None)
         yield (scratch, bring) if lacks else (place, None)
     finally:
         processes.barrier()  # all have read it
-        if lacks and world.is_local_main and scratch.exists():
+        if receives and scratch.exists():
             files.remove_tree(scratch)
+
+
+def _send(processes: Processes, source: Path, target: Path | None) -> None:
+    """Send the files in a folder of process 0, which all receive and write where `target` says."""
+    for name in run_on_main(processes, lambda: sorted(os.listdir(source))):
+        begin = 0
+        while piece := run_on_main(processes, partial(_piece, source / name, begin)):
+            begin += len(piece)
+            if target is not None:
+                with (target / name).open("ab") as file:
+                    file.write(piece)
+
+
+def _piece(path: Path, begin: int) -> bytes:
+    with path.open("rb") as file:
+        file.seek(begin)
+        return file.read(_PIECE)
 
 
 def _digest(folder: Path) -> str:

@@ -69,13 +69,16 @@ def _take(run: Run, given: Path) -> None:
     run_on_main(processes, take)
     # For good: whoever points a link elsewhere later does not move the run.
     run.output_dir = folder = given.resolve()
-    address = address_of(folder) if run.internals.scratch is None else None
+    scratch = run.internals.scratch  # what is in there belongs to a place outside
+    real = folder if scratch is None else Path(folder.anchor, *folder.relative_to(scratch).parts)
+    address = address_of(real)
     if processes.size > 1 and address is None:
         from trainkit.distributed.shared_folder import check_shared  # one process needs none of it
 
         check_shared(processes, folder, owner)
     if address is not None:
         run.internals.courier = ask("courier")(processes, folder)
+    if address is not None and scratch is None:
 
         def mirror() -> None:
             locks = run.internals.locks
