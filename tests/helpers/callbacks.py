@@ -9,6 +9,8 @@ from trainkit import Callback, Run, StepResult
 class Action:
     """Calls a function of a test, whose records are of the whole test: no resume looks into it."""
 
+    __slots__ = ("call",)
+
     def __init__(self, call: Callable[..., Any]) -> None:
         self.call = call
 

@@ -31,7 +31,10 @@ MALFORMED = (
 
 _FACTORIES: dict[str, Callable[[], Any]] = {
     kind.__name__: kind
-    for kind in (bool, bytes, complex, dict, float, frozenset, int, list, set, str, tuple)
+    for kind in (
+        *(bool, bytes, complex, dict, float, frozenset, int, list, set, str, tuple),
+        *(Counter, OrderedDict, defaultdict, deque),
+    )
 }
 """What a `defaultdict` may make its values with."""
 _FACTORY_NAMES = {factory: name for name, factory in _FACTORIES.items()}
@@ -148,6 +151,11 @@ class Encoder:
         return self.put_other(value)
 
 
+def is_factory(value: Any) -> bool:
+    """Return whether a `defaultdict` that makes its values with this has a form."""
+    return isinstance(value, type) and value in _FACTORY_NAMES
+
+
 def _is_unicode(text: str) -> bool:
     return text.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in text)
 
@@ -183,7 +191,7 @@ def _put_dict(encoder: Encoder, value: dict[Any, Any]) -> Any:
 
 def _put_defaultdict(encoder: Encoder, value: defaultdict[Any, Any]) -> Any:
     factory = value.default_factory
-    if factory is not None and factory not in _FACTORY_NAMES:
+    if not (factory is None or is_factory(factory)):
         return encoder.put_other(value)
     name = None if factory is None else _FACTORY_NAMES[factory]
     return {"$defaultdict": [name, encoder.put_pairs(value)]}

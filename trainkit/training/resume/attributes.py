@@ -45,6 +45,7 @@ from trainkit.training.resume.owners import (
     values_of,
 )
 from trainkit.training.resume.values import (
+    CONTENT,
     ENTRY,
     Mark,
     entry_of,
@@ -61,6 +62,7 @@ Entries = dict[str, dict[str, Any]]
 """What was saved, by owner and attribute."""
 
 _RECORDS = (list, dict, set)  # a callback may note in these what it has seen
+_NO_OBJECTS = (FunctionType, partial, Outside, dict)
 _STEP = "training_step"
 _CALLBACK = "callbacks["  # before its name
 _GENERATOR = "generator "  # before the number of one that is found in a data set
@@ -123,7 +125,8 @@ class Attributes:
                 name = f"{_CALLBACK}{key}]"
                 inner = each.named_modules(prefix=name) if isinstance(each, nn.Module) else ()
                 self._others = {**self._others, name: each, **dict(inner)}
-        around = outside_of(watched.values(), self._others[_STEP])
+        held = self._apart(dict(self._model.named_modules(prefix="model")))
+        around = outside_of([*watched.values(), *(each for _, each in held)], self._others[_STEP])
         self._others = {**self._others, "callbacks": around}
 
     def begin(
@@ -167,6 +170,9 @@ class Attributes:
             if name not in owners:
                 continue
             owner, given = owners[name]
+            if "gone" in entry:
+                attributes_in(owner).pop(key, None)
+                continue
             if "is" in entry:
                 values, other = attributes_in(owner), entry["is"]
                 is_lost = other in self._loaded.keys() - owners.keys()
@@ -261,6 +267,9 @@ class Attributes:
                     if source := self._source_of(value, f"{name}.{key}"):
                         found[name][key] = {"copy": source}
                     self._tell_lost(f"{name}.{key}", value, was_held=key in was_held)
+            if not isinstance(owner, _NO_OBJECTS):
+                gone = {key for key in before if key.isidentifier() and key not in values}
+                found[name] |= {key: {"gone": True} for key in gone}
         found |= self._at_start
         return {name: entries for name, entries in found.items() if entries}
 
@@ -280,8 +289,7 @@ class Attributes:
         """Raise `Unfit` for what `state_dict` cannot have returned."""
         check_form(state, {str: {str: ENTRY}})
         for name, owner, values, _ in self._looked_at():
-            is_other = isinstance(owner, FunctionType | partial | Outside | dict)
-            is_object = not (is_other or has_state(owner))
+            is_object = not (isinstance(owner, _NO_OBJECTS) or has_state(owner))
             for key, entry in state.get(name, {}).items():
                 is_method = is_object and callable(getattr(type(owner), key, None))
                 if is_method or key in OF_EVERY_MODULE:
@@ -399,9 +407,12 @@ class Attributes:
         for name, owner in islice(waiting, _MOST_OBJECTS):  # it grows
             if has_state(owner):
                 continue
-            is_list = isinstance(owner, (list, tuple))
-            items = enumerate(owner) if is_list else attributes_in(owner).items()
-            for index, (key, value) in enumerate([*items]):
+            is_list = type(owner) in (list, tuple)
+            items = [*(enumerate(owner) if is_list else attributes_in(owner).items())]
+            if is_list or type(owner) is dict:
+                drawn = {f"{key}": each for key, each in items if is_generator(each)}
+                yield from [(f"{name}{CONTENT}", drawn)] if drawn else ()
+            for index, (key, value) in enumerate(items):
                 is_held = is_holder(value) and len(value) <= _MOST_HELD
                 if id(value) in seen or not (is_held or is_owner(value)):
                     continue

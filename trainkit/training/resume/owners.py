@@ -3,11 +3,12 @@
 import copy
 import inspect
 from argparse import Namespace
-from collections import deque
+from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Collection, Iterable, MutableMapping
 from dis import get_instructions
 from enum import Enum
 from functools import cache, cached_property, partial
+from queue import LifoQueue, PriorityQueue, Queue
 from types import FunctionType, MemberDescriptorType, MethodType, SimpleNamespace
 from typing import Any
 
@@ -22,6 +23,7 @@ from trainkit.basics.outside import Outside, is_users
 from trainkit.basics.torch_internals import parameters_of
 from trainkit.checkpoint.exact import load_state
 from trainkit.metrics.metric import Metric
+from trainkit.training.resume.values import CONTENT, IN_PLACE
 
 STATE = "state"
 """Stands for the attributes of what has a `state_dict`."""
@@ -29,6 +31,8 @@ OF_EVERY_MODULE = vars(nn.Module()).keys() - {"training"}
 """What torch itself keeps in a module."""
 _EXTRA_STATE = nn.Module.get_extra_state
 _NO_OWNERS = (DataLoader, Dataset, Enum, LRScheduler, Optimizer, Sampler, tuple, type)
+_DICTS = tuple(kind for kind in IN_PLACE if issubclass(kind, dict))
+_PLAIN = (SimpleNamespace, Namespace, UserDict, UserList, ChainMap, Queue, LifoQueue, PriorityQueue)
 _FUNCTIONS = (FunctionType, MethodType, partial)
 _OF_EVERY_OPTIMIZER = vars(SGD([torch.zeros(())])).keys() | {"_opt_called", "step"}
 _NUMBERS = {bool, int, float}
@@ -38,7 +42,7 @@ _SHARED = "multiprocessing.sharedctypes"
 def is_owner(value: Any) -> bool:
     """Return whether a value is a module, or has a state or attributes of a user's to be saved."""
     kind = type(value)
-    if issubclass(kind, nn.Module) or kind in (SimpleNamespace, Namespace) or has_state(value):
+    if issubclass(kind, nn.Module) or kind in _PLAIN or has_state(value):
         return True
     if kind.__module__ == _SHARED:
         return hasattr(kind, "value")
@@ -79,16 +83,40 @@ def copy_of(value: Any) -> Any:
 
 
 class _Slots(dict[str, Any]):
-    """Attributes that are in slots, and the others of an object, to be read and set."""
+    """What is in slots, the attributes of an object, and what it holds, to be read and set."""
 
     def __init__(self, owner: Any, names: list[str]) -> None:
         found = {name: getattr(owner, name) for name in names if hasattr(owner, name)}
         super().__init__(found | getattr(owner, "__dict__", {}))
-        self._owner = owner
+        self._owner, self._kind = owner, _container(type(owner))
+        if kind := self._kind:  # past the methods of the user's class
+            keys = [*kind.__iter__(owner)]
+            held = {key: kind.__getitem__(owner, key) for key in keys} if kind in _DICTS else keys
+            super().__setitem__(CONTENT, held)
 
     @override
     def __setitem__(self, key: str, value: Any) -> None:
-        object.__setattr__(self._owner, key, value)
+        if key == CONTENT and self._kind:
+            self._kind.clear(self._owner)
+            if isinstance(value, dict):
+                for name, each in value.items():
+                    self._kind.__setitem__(self._owner, name, each)
+            else:
+                (self._kind.update if self._kind is set else self._kind.extend)(self._owner, value)
+        else:
+            object.__setattr__(self._owner, key, value)
+
+    @override
+    def pop(self, key: str, *default: Any) -> Any:
+        value = super().pop(key, *default)
+        if hasattr(self._owner, key):
+            object.__delattr__(self._owner, key)
+        return value
+
+
+def _container(kind: Any) -> Any:
+    """Return which list, dict, set or deque a user's class is one of."""
+    return next((k for k in kind.__mro__ if k in IN_PLACE), None) if is_users(kind) else None
 
 
 class StateOf(dict[str, Any]):
@@ -183,7 +211,7 @@ def attributes_in(owner: Any) -> MutableMapping[str, Any]:
     """Return the attributes of an object, or what functions read, to be read and set."""
     if isinstance(owner, Beside):
         return owner.attributes()
-    if isinstance(owner, Outside | dict):
+    if isinstance(owner, Outside | dict) and _container(type(owner)) is None:
         return owner
     if has_state(owner):
         return StateOf(owner)
@@ -191,7 +219,8 @@ def attributes_in(owner: Any) -> MutableMapping[str, Any]:
         return Outside(owner)
     if owner is None or isinstance(owner, type):
         return {}
-    if not isinstance(owner, nn.Module) and (slots := _slots_of(type(owner))):
+    slots = [] if isinstance(owner, nn.Module) else _slots_of(type(owner))
+    if slots or _container(type(owner)):
         return _Slots(owner, slots)
     attributes: dict[str, Any] = getattr(owner, "__dict__", {})
     return attributes

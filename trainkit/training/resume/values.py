@@ -1,10 +1,15 @@
 """Values of attributes: which a checkpoint can hold, told apart, saved and put back (rule 22)."""
 
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
+from datetime import date, datetime, time
+from decimal import Decimal
 from enum import Enum
+from fractions import Fraction
+from functools import partial
 from hashlib import blake2b
+from pathlib import PurePath
 from typing import Any
 from weakref import ref
 
@@ -23,8 +28,12 @@ _MOST_OPTIONS = 64
 _MOST_FLAT = 1 << 20  # of these in one list or dict
 _LARGEST_OF_GRAPH = 16 << 20  # bytes of a tensor: larger ones are activations to look at
 _OBJECT = "$object"  # before the class and the parts of one
+_KEYED = ""  # in the place of the class: a dict or set whose keys have parts
+CONTENT = "[...]"
+"""Stands, beside attributes, for what a list or dict of a user's class holds."""
 SCALARS = (type(None), bool, int, float, complex, str)
-_IN_PLACE = (list, deque, dict, Counter, OrderedDict, defaultdict, set)
+IN_PLACE = (list, deque, dict, Counter, OrderedDict, defaultdict, set)
+_BY_ARGUMENTS = (Decimal, Fraction, date, datetime, time, slice, range)  # and paths
 ENTRY = {
     "value?": Any,
     "generator?": Any,
@@ -34,6 +43,7 @@ ENTRY = {
     "requires_grad?": bool,
     "accelerator?": bool,
     "as_present?": bool,
+    "gone?": bool,
     "objects?": bool,
     "began?": str,
     "began_as?": Any,
@@ -49,7 +59,7 @@ class Mark:
     """
 
     digest: str
-    tensor: "ref[Tensor] | None" = field(default=None, compare=False)
+    tensor: "ref[Any] | None" = field(default=None, compare=False)  # or array
     scalar: tuple[Any, ...] = field(default=(), compare=False)  # where it is one
 
 
@@ -118,8 +128,7 @@ def mark_of(
         return None
     text = f"{type(value).__name__} {node!r}"
     digest = blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
-    tensor = ref(value) if isinstance(value, Tensor) else None
-    return Mark(digest, tensor)
+    return Mark(digest, ref(value) if isinstance(value, Tensor) or _has_views(value) else None)
 
 
 def entry_of(value: Any, mark: Mark, before: Mark | None) -> dict[str, Any]:
@@ -127,15 +136,16 @@ def entry_of(value: Any, mark: Mark, before: Mark | None) -> dict[str, Any]:
     entry: dict[str, Any] = {}
     if before is not None and before.scalar:
         entry["began_as"] = before.scalar[0]
-    elif before is not None and mark.tensor is None:
+    elif before is not None and not isinstance(value, Tensor):
         entry["began"] = before.digest
     content = _content(value)
     if is_generator(value):
         return entry | {"generator": content}
     if content is not value:
         entry["as_present"] = True
-    if isinstance(value, Tensor):
+    if mark.tensor is not None:
         entry["in_place"] = bool(before and before.tensor and before.tensor() is value)
+    if isinstance(value, Tensor):
         entry["requires_grad"] = value.requires_grad and value.is_leaf
     entry["value"] = content if _is_flat(content) else _taken_apart(content, entry)
     if not all(tensor.is_cpu for tensor in tree_leaves(content) if isinstance(tensor, Tensor)):
@@ -174,9 +184,11 @@ def put_back(
     if are_tensors and stays and present.shape == value.shape:
         with torch.no_grad():
             present.copy_(value)
+    elif stays and _has_views(value) and getattr(present, "shape", None) == value.shape:
+        present[...] = value
     elif isinstance(value, Tensor):
         values[key] = value.requires_grad_(bool(entry.get("requires_grad")))
-    elif isinstance(present, _IN_PLACE) and _room(present) == _room(value):
+    elif isinstance(present, IN_PLACE) and key != CONTENT and _room(present) == _room(value):
         present.clear()
         (present.extend if isinstance(present, list | deque) else present.update)(value)
     else:
@@ -190,53 +202,85 @@ def has_parts(value: Any) -> bool:
 
 
 def _parts(value: Any) -> tuple[Any, ...] | None:
-    """Return what a named tuple, data class or member of an enum is made of, after its class."""
+    """Return what a value is made of that no codec knows, such as a record, after its class."""
     kind = type(value)
-    if kind is dict and any(map(_has_parts, map(type, value))):
-        return (_OBJECT, "builtins:dict", [*value], [*value.values()])
     if not _has_parts(kind) or (name := tree.name_of(kind)) is None:
         return None
     if issubclass(kind, Enum):
         return (_OBJECT, name, value.value)
-    return None if tree.has_more_state(value) else (_OBJECT, name, *tree.parts(value))
+    if _is_by_arguments(kind):
+        return (_OBJECT, name, *value.__reduce__()[1])
+    if tree.has_more_state(value):
+        return None
+    return (_OBJECT, name, *map(tuple, tree.parts(value)))
 
 
 def _has_parts(kind: type) -> bool:
     is_record = hasattr(kind, "_make") or (is_dataclass(kind) and not hasattr(kind, "on_fit_start"))
-    return issubclass(kind, Enum) or (is_record and not issubclass(kind, dict | nn.Module))
+    is_record = is_record and not issubclass(kind, dict | nn.Module)
+    return issubclass(kind, Enum) or is_record or _is_by_arguments(kind)
+
+
+def _is_by_arguments(kind: type) -> bool:
+    return kind in _BY_ARGUMENTS or (issubclass(kind, PurePath) and kind.__module__ == "pathlib")
 
 
 def _taken_apart(value: Any, entry: dict[str, Any]) -> Any:
     """Return a value without graphs, with the parts of what `_parts` knows, which `entry` notes."""
-
-    def each(inner: Any) -> Any:
-        if isinstance(inner, Tensor):
-            return inner.detach()
-        if (made_of := _parts(inner)) is None:
-            return inner
+    each = partial(_taken_apart, entry=entry)
+    if isinstance(value, Tensor):
+        return value.detach()
+    if (made_of := _parts(value)) is not None:
         entry["objects"] = True
-        return tree_map(each, made_of, is_leaf=lambda x: _parts(x) is not None)
+        return (*made_of[:2], *map(each, made_of[2:]))
+    if isinstance(value, set | frozenset | dict):
+        of_keys: dict[str, Any] = {}
+        keys = [_taken_apart(key, of_keys) for key in value]
+        if of_keys:  # they may have no hash then
+            entry["objects"] = True
+            values = [*map(each, value.values())] if isinstance(value, dict) else []
+            return (_OBJECT, _KEYED, _empty(value), keys, values)
+    return _rebuilt(value, each)
 
-    return tree_map(each, value, is_leaf=lambda x: _parts(x) is not None)
+
+def _empty(value: Any) -> Any:
+    kind = type(value)
+    return kind(value.default_factory) if kind is defaultdict else kind()
+
+
+def _rebuilt(value: Any, each: Callable[[Any], Any]) -> Any:
+    """Return a list, dict or the like with what `each` makes of the values in it."""
+    kind = type(value)
+    if kind in (list, tuple):
+        return kind(map(each, value))
+    if kind is deque:
+        return deque(map(each, value), value.maxlen)
+    if kind in IN_PLACE and isinstance(value, dict):
+        return _filled(_empty(value), value, map(each, value.values()))
+    return value
+
+
+def _filled(made: Any, keys: Iterable[Any], values: Iterable[Any]) -> Any:
+    """Return an empty container with keys, and values if it is a dict."""
+    if isinstance(made, dict):
+        for key, value in zip(keys, values, strict=True):
+            made[key] = value
+        return made
+    return type(made)(keys)
 
 
 def _put_together(value: Any) -> Any:
     """Return a value with objects for what `_taken_apart` has made of them."""
-
-    def each(inner: Any) -> Any:
-        if not _is_taken_apart(inner):
-            return inner
-        kind: Any = tree.class_named(inner[1])
-        if not (_has_parts(kind) or kind is dict):
-            raise ValueError(f"`{inner[1]}` has no parts")
-        parts = [tree_map(each, part, is_leaf=_is_taken_apart) for part in inner[2:]]
-        return kind(*parts) if issubclass(kind, Enum) else tree.build(kind, *parts)
-
-    return tree_map(each, value, is_leaf=_is_taken_apart)
-
-
-def _is_taken_apart(value: Any) -> bool:
-    return type(value) is tuple and value[:1] == (_OBJECT,)
+    if not (type(value) is tuple and value[:1] == (_OBJECT,)):
+        return _rebuilt(value, _put_together)
+    parts = [_put_together(part) for part in value[2:]]
+    if value[1] == _KEYED:
+        return _filled(*parts)
+    kind: Any = tree.class_named(value[1])
+    if not (_has_parts(kind) or kind is dict):
+        raise ValueError(f"`{value[1]}` has no parts")
+    is_made = issubclass(kind, Enum) or _is_by_arguments(kind)
+    return kind(*parts) if is_made else tree.build(kind, *parts)
 
 
 def is_dense(tensor: Tensor) -> bool:
@@ -255,6 +299,10 @@ def is_array(value: Any) -> bool:
     return type(value).__module__ == "numpy" and hasattr(value, "dtype")
 
 
+def _has_views(value: Any) -> bool:
+    return is_array(value) and type(value).__name__ == "ndarray"
+
+
 def _content(value: Any) -> Any:
     """Return what is saved of a value whose kind no checkpoint can name, and else the value."""
     if isinstance(value, Enum | tuple) and _parts(value) is not None:
@@ -263,8 +311,9 @@ def _content(value: Any) -> Any:
         return value.value
     if isinstance(value, tuple) and hasattr(type(value), "_fields"):
         return tuple(value)
-    if type(value) is defaultdict and not isinstance(value.default_factory, type):
-        return dict(value)
+    if type(value) is defaultdict:
+        factory = value.default_factory
+        return value if factory is None or json_form.is_factory(factory) else dict(value)
     return state_of(value) if is_generator(value) else value
 
 
