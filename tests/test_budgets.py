@@ -34,7 +34,7 @@ def test_files_stay_short() -> None:
     assert not too_long
 
 
-LIMITS = {"trainkit": 60_602, "what the trainer can reach": 28_325, "what the loop imports": 4_461}
+LIMITS = {"trainkit": 60_699, "what the trainer can reach": 28_422, "what the loop imports": 4_469}
 """Lines. Where less is reached the limit follows; 44,000 and 22,000 are wanted of the first two.
 
 5,590 of the first stand in rings that came last: object storage, more names of Accelerate, the page
@@ -59,6 +59,8 @@ overwrite what a resume brought back.
 102 let commands fetch of an address what they read, and hold it where they change it.
 58 let machines fetch for a resume what their processes read, 21 of them in the core.
 34 do the same for the states of an own loop and dry runs.
+97 bring back keys that are records or members of an enum, dates and the like, lists and dicts of
+users' classes, generators in lists, what objects of callbacks read, and what was deleted.
 """
 
 
