@@ -1,6 +1,7 @@
 """Keys, records, generators and containers of the user's own come back (rule 22)."""
 
 import random
+from array import array
 from collections import Counter, OrderedDict, UserDict, UserList, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, field
@@ -12,6 +13,7 @@ from functools import partial
 from pathlib import Path, PurePath
 from queue import PriorityQueue, Queue
 from typing import Any, NamedTuple, cast
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import pytest
@@ -222,6 +224,27 @@ class Leaves:
         return sorted(vars(self))
 
 
+class Others:
+    """What no checkpoint holds."""
+
+    def __init__(self) -> None:
+        self.fields = np.zeros(2, dtype=[("x", "f4"), ("n", "i8")])
+        self.masked = np.ma.masked_array([1.0, 2.0], [False, True])
+        self.numbers, self.key = array("d", [0.0]), Record(0)
+        self.module = nn.Linear(1, 1)
+        self.weak = WeakKeyDictionary({self.module: 0})
+        self.still = np.zeros(2, dtype=[("x", "f4")])
+
+    def step(self, n: int) -> None:
+        self.fields["n"] += n
+        self.masked = self.masked + 1
+        self.numbers.append(n)
+        self.weak[self.module] += n
+
+    def dump(self) -> Any:
+        return None
+
+
 KINDS: list[Callable[[], Any]] = [Keys, Numbers, Containers, Draws, Reads, Leaves]
 
 
@@ -248,7 +271,19 @@ def _train(folder: Path, kind: Any, stop: int | None = None, **arguments: Any) -
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_an_object_of_a_callback_holds_comes_back(kind: Any, tmp_path: Path) -> None:
+def test_what_an_object_of_a_callback_holds_comes_back(
+    kind: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     whole = _train(tmp_path / "a", kind)
     _train(tmp_path / "b", kind, stop=CUT)
     assert _train(tmp_path / "b", kind, resume="must") == whole
+    assert "no checkpoint holds" not in capsys.readouterr().out
+
+
+def test_values_that_no_checkpoint_holds_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _train(tmp_path, Others)
+    told = [line for line in capsys.readouterr().out.splitlines() if "no checkpoint holds" in line]
+    named = [line.partition(".kind.")[2].partition("`")[0] for line in told]
+    assert sorted(named) == ["fields", "masked", "numbers", "weak"]

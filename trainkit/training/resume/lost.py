@@ -6,12 +6,13 @@ from hashlib import blake2b
 from io import IOBase
 from itertools import islice
 from typing import Any
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from torch import Tensor
 
 from trainkit.basics.rng import is_generator, state_of
 from trainkit.training.resume.owners import is_of_library, is_owner
-from trainkit.training.resume.values import SCALARS, is_array, is_large_of_graph
+from trainkit.training.resume.values import SCALARS, is_large_of_graph
 
 CONTAINERS = (list, tuple, dict, set, deque)
 _CHANGED = (
@@ -19,6 +20,7 @@ _CHANGED = (
     "given to it. If training goes on with it{}, register an object whose `state_dict` gives it "
     "(`trainer.register_for_checkpointing`)."
 )
+_WEAK = (WeakKeyDictionary, WeakValueDictionary)
 _MOST_VALUES = 10_000  # of a container that are looked at
 _MOST_OBJECTS = 256  # around an object of a library
 _LARGEST = 1 << 20  # bytes of an array that is read
@@ -30,7 +32,8 @@ def _why_changed(value: Any) -> str:
         containers = "lists and dicts of data sets, as caches and records are"
         return _CHANGED.format(containers, " (a replay buffer)")
     kind = type(value)
-    of = f"attributes of a `{kind.__name__}` of `{kind.__module__.partition('.')[0]}`"
+    what = "such a" if kind in _WEAK or hasattr(kind, "tobytes") else "attributes of a"
+    of = f"{what} `{kind.__name__}` of `{kind.__module__.partition('.')[0]}`"
     return _CHANGED.format(of, " (a scaler, an environment)")
 
 
@@ -38,8 +41,9 @@ def trace_of(value: Any) -> Any:
     """Return what differs once a container, or an object of a library, has changed; None: nothing.
 
     Of a container it is how much it holds, and some of that; of an object the arrays and
-    generators in it and in what it holds.
+    generators in it and in what it holds; of an array what it is.
     """
+    value = dict(value) if type(value) in _WEAK else value
     kind = type(value)
     if issubclass(kind, CONTAINERS):
         inner = value.values() if issubclass(kind, dict) else value
@@ -47,14 +51,15 @@ def trace_of(value: Any) -> Any:
         some = inner[::every] if issubclass(kind, list | tuple) else islice(inner, _MOST_VALUES)
         held = [each if type(each) in SCALARS else id(each) for each in some]
         return len(value), None if issubclass(kind, set) else hash(tuple(held))
-    if not _is_of_library(value):
+    if not (_is_of_library(value) or hasattr(kind, "tobytes")):
         return None
     found, waiting, seen = list[Any](), [value], set[int]()
     for each in islice(waiting, _MOST_OBJECTS):  # it grows
         if isinstance(each, Tensor):
             found.append((id(each), None if each.is_inference() else each._version))
-        elif is_array(each):
-            is_read = each.nbytes <= _LARGEST and not each.dtype.hasobject
+        elif hasattr(type(each), "tobytes"):
+            of_objects = getattr(getattr(each, "dtype", None), "hasobject", False)
+            is_read = getattr(each, "nbytes", 0) <= _LARGEST and not of_objects
             found.append(blake2b(each.tobytes()).digest() if is_read else id(each))
         elif is_generator(each):
             found.append(repr(state_of(each)))
