@@ -147,6 +147,9 @@ CASES: dict[str, Callable[[], Made]] = {
     "multiclass balanced_accuracy_score": partial(sklearn_metric, "balanced_accuracy_score"),
     "multiclass f1_score": partial(sklearn_metric, "f1_score", average="macro"),
     "multiclass top_k_accuracy_score": partial(sklearn_metric, "top_k_accuracy_score", "outputs"),
+    "multiclass roc_auc_score": partial(
+        sklearn_metric, "roc_auc_score", "probabilities", multi_class="ovr"
+    ),
     "multiclass log_loss": partial(sklearn_metric, "log_loss", "probabilities"),
     "multiclass ours": partial(our_metric, "accuracy", "accuracy_score"),
     "multiclass function of scores": lambda: (

@@ -125,7 +125,10 @@ def _uses(name: str, function: Any, second: str | None) -> Uses:
         ConfigError: It calls one that is known to want scores.
     """
     if second is not None:
+        several = isinstance(function, partial) and function.keywords.get("multi_class", "raise")
         if second in ("y_prob", "y_proba") or name in _OF_PROBABILITIES:
+            return "probabilities"
+        if several in ("ovr", "ovo"):  # scores that do not sum to 1 are refused
             return "probabilities"
         return "predictions" if second == "y_pred" else "scores"
     while isinstance(function, partial):
