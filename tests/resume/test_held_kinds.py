@@ -173,13 +173,14 @@ class Draws:
     def __init__(self) -> None:
         self.listed: list[Any] = [random.Random(1), np.random.default_rng(2)]
         self.named = {"a": torch.Generator().manual_seed(3), "b": [np.random.RandomState(4)]}
-        self.array = np.zeros(4)
-        self.view, self.drawn = self.array[:2], 0.0
+        self.normal, self.array = random.Random(5), np.zeros(4)
+        self.view, self.drawn = self.array[:2], self.normal.gauss(0, 1)
 
     def step(self, n: int) -> None:
         named: Any = self.named
         self.drawn += self.listed[0].random() + self.listed[1].random()
         self.drawn += torch.rand(1, generator=named["a"]).item() + named["b"][0].rand()
+        self.drawn += self.normal.gauss(0, 1)  # it keeps the second of two
         self.array += n
         self.view += self.drawn
 

@@ -9,6 +9,7 @@ from dis import get_instructions
 from enum import Enum
 from functools import cache, cached_property, partial
 from queue import LifoQueue, PriorityQueue, Queue
+from random import Random
 from types import FunctionType, MemberDescriptorType, MethodType, SimpleNamespace
 from typing import Any
 
@@ -57,6 +58,7 @@ def is_owner(value: Any) -> bool:
 def is_of_library(kind: type) -> bool:
     """Return whether a class is one of a library with attributes, and neither torch's nor ours."""
     is_ours = kind.__module__.partition(".")[0] in ("builtins", "numpy", "torch", "trainkit")
+    is_ours = is_ours or issubclass(kind, Random)  # a generator
     return kind.__dictoffset__ != 0 and not (is_ours or is_users(kind))
 
 
