@@ -73,7 +73,7 @@ NOT_OF_TORCH = {
         "_option_string_actions",
     ),
     "_instances",  # the bars of tqdm at work
-    "_init_weights",  # transformers
+    *("_init_weights", "_attn_implementation"),  # transformers
     *("_coalesce_grad_reduction", "_hp_mapping", "_update_model_bit16_weights"),  # DeepSpeed
 }
 # The one place that calls these: torch's own files, read without unpickling, written on request.

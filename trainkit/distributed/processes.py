@@ -84,6 +84,7 @@ class Processes:
         self._pid = os.getpid()
         self._closed = False
         self.repeats = False  # inside a repeat of weight 0, whose rows nobody gathers (rule 16)
+        self.wants_outputs = True  # of sequences that are cut: whether a whole output is needed
         self.knows_own_rows = False  # whether `own_rows` was asked for, or said to be
         # Name, dtype and shape of what was begun last: the watch tells by it who is in another one.
         self.begun: tuple[str, torch.dtype | None, torch.Size] = "no collective", None, torch.Size()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from trainkit.basics.config import checked
+from trainkit.basics.config import check_whole, checked
 from trainkit.basics.torch_internals import GradientReducer, stored_values
 from trainkit.errors import ConfigError, quoted
 from trainkit.precision import Precision
@@ -30,6 +30,8 @@ class DDP(Strategy):
         find_unused_parameters: Set it where a step does not use every parameter; all gradients are
             then sent at the end of a window, none while backward goes on.
         bucket_cap_mb: Size of a gradient bucket in MiB.
+        context_parallel: How many neighbouring processes share the samples, and of each sequence
+            compute a piece each: for sequences too long for one device. See the page on strategies.
     """
 
     name = "ddp"
@@ -41,8 +43,11 @@ class DDP(Strategy):
         device: torch.device | str | None = None,
         find_unused_parameters: bool = False,
         bucket_cap_mb: float | None = None,
+        context_parallel: int = 1,
     ) -> None:
         super().__init__(device=device)
+        check_whole("context_parallel", context_parallel)
+        self.context_parallel = context_parallel
         if bucket_cap_mb is not None and not 0 < bucket_cap_mb < math.inf:
             raise ConfigError(
                 f"`bucket_cap_mb` must be a positive number of MiB, but is {bucket_cap_mb}."
@@ -52,6 +57,14 @@ class DDP(Strategy):
         self._begun: Reducing | None = None  # what the last backward of this window reduces
         self._held: list[tuple[nn.Parameter, Tensor | None]] = []  # before the step of a repeat
         self._made: list[nn.Parameter] = []  # what had no gradient before the backward of a repeat
+
+    @override
+    def setup(self) -> None:
+        super().setup()
+        if self.context_parallel > 1:
+            from trainkit.strategies.context_parallel import ContextParallel  # few runs need it
+
+            self.context = ContextParallel(self.processes, self.context_parallel)
 
     @override
     def wrap(self, model: nn.Module, precision: Precision, seed: int = 0) -> nn.Module:

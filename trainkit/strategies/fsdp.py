@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from trainkit.basics.config import checked
+from trainkit.basics.config import check_whole, checked
 from trainkit.basics.device import can_pin, collective_backend, move_module
 from trainkit.basics.torch_internals import compiled_call, moves_in_place, start_sharded
 from trainkit.checkpoint.resharding.sharding_spec import is_sharded
@@ -103,6 +103,7 @@ class FSDP(ShardedStrategy):
         weights: What `load_checkpoint_in_model` reads, such as a folder that `save_pretrained`
             wrote. A model on the meta device is filled from it, by each process its own part.
         device: Where the model runs; None: the accelerator of the local rank, else the CPU.
+        context_parallel: As of `DDP`; the model is sharded over these processes too.
     """
 
     name = "fsdp"
@@ -118,8 +119,11 @@ class FSDP(ShardedStrategy):
         replicas: int | str = 1,
         weights: str | Path | None = None,
         device: torch.device | str | None = None,
+        context_parallel: int = 1,
     ) -> None:
         super().__init__(device=device)
+        check_whole("context_parallel", context_parallel)
+        self.context_parallel = context_parallel
         self.wrap_policy = wrap_policy
         self.reshard_after_forward = reshard_after_forward
         self.cpu_offload = cpu_offload
@@ -132,6 +136,10 @@ class FSDP(ShardedStrategy):
         if World.from_env().size == 1:
             single_process_group.join(self._default_device())
         super().setup()
+        if self.context_parallel > 1:
+            from trainkit.strategies.context_parallel import ContextParallel  # few runs need it
+
+            self.context = ContextParallel(self.processes, self.context_parallel)
         world = World.current()
         by_name = {"machines": world.size // world.local_size, "processes": world.size}
         self.replicas = by_name.get(self.replicas, self.replicas)

@@ -96,6 +96,6 @@ def reshard_after_evaluation(model: nn.Module, inputs: Any, outputs: Any) -> Non
                 module.reshard()
 
 
-def outside_graphs(hook: Callable[..., None]) -> Callable[..., None]:
+def outside_graphs(hook: Callable[..., Any]) -> Callable[..., Any]:
     """Return a hook for which a compiled model leaves its graph."""
     return torch.compiler.disable(hook)  # type: ignore[no-any-return,no-untyped-call]

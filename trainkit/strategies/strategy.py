@@ -1,10 +1,11 @@
 """The interface of strategies."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
 from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,9 @@ from trainkit.distributed.world import World
 from trainkit.errors import ConfigError, quoted
 from trainkit.precision import Precision
 from trainkit.types import NOTHING, class_name
+
+cut_models: "WeakKeyDictionary[nn.Module, Callable[[], None]]" = WeakKeyDictionary()
+"""Those that are given pieces of sequences, with what ends that."""
 
 
 class Strategy(ABC):
@@ -39,6 +43,10 @@ class Strategy(ABC):
     before `wrap`."""
     device: torch.device
     processes: Processes
+    context_parallel = 1
+    """How many processes share each sequence."""
+    context: Any = None
+    """What cuts sequences, a `ContextParallel`, since `setup`; None: they are whole."""
 
     def __init__(self, *, device: torch.device | str | None = None) -> None:
         self._asked_device = None if device is None else _device(device)
@@ -78,10 +86,16 @@ class Strategy(ABC):
     @property
     def data_processes(self) -> Processes:
         """Over whom samples are shared out, and sums made: all, unless some share a batch."""
-        return self.processes
+        return self.processes if self.context is None else self.context.data
 
     def adopt(self, model: nn.Module) -> Processes:
         """Find out, before loaders are made, who shares a batch; return `data_processes`."""
+        if isinstance(model, nn.Module):  # else others say what it must be
+            module = self.unwrap(model)
+            if self.context is not None:
+                self.context.attach(module)
+            elif module in cut_models:  # by an earlier strategy
+                cut_models[module]()
         return self.data_processes
 
     def setup(self) -> None:
@@ -212,7 +226,7 @@ class Strategy(ABC):
         Called before an evaluation and at the end of training: what is evaluated and saved is
         one model. Those of one dtype travel together.
         """
-        processes = self.data_processes
+        processes = self.data_processes if self.context is None else self.processes
         if processes.size == 1:
             return
         for buffers in _by_kind(self.local_parts(module.buffers())):
@@ -272,6 +286,8 @@ class Strategy(ABC):
 
     def close(self) -> None:
         """Give back what `setup` took."""
+        if self.context is not None:
+            self.context.close()
         self.processes.close()
 
     def _check_frozen(self, parameters: Mapping[str, nn.Parameter]) -> None:

@@ -83,6 +83,8 @@ class Evaluator:
         for metric in metrics:
             metric.reset()
         sums, chunks, is_empty = LogSums(), self._chunks(module, loader, metrics), True
+        wants = bool(chunks.wanted) or not is_default(self.step)
+        self.communicator.data_processes.wants_outputs = wants
         with _undisturbed(module, self), self.log.apart() as logged:
             with closing(self._outputs(module, loader, watch)) as results:
                 for outputs, count in results:
@@ -116,6 +118,7 @@ class Evaluator:
         sizes: list[int] = []
         chunks = self._chunks(module, loader, ())
         chunks.reading.check(outputs)
+        self.communicator.data_processes.wants_outputs = True
 
         def on_host(leaf: Any) -> Any:
             return leaf.cpu() if isinstance(leaf, Tensor) else leaf  # it may not fit a device

@@ -25,10 +25,10 @@ def check_loss(run: Run, window: Window) -> None:
     """Let it be said, before a window is trained on, where a loss is another mean (rule 6).
 
     Asked is the default step of a model with a loss of its own, about the first micro-batch of at
-    least two samples. A sharded model is not asked.
+    least two samples. A sharded model is not asked, nor one that sees pieces of sequences.
     """
     is_its_own = is_default(run.training_step) and run.evaluation.evaluator.loss_fn is None
-    if is_its_own and not run.strategy.sharded:
+    if is_its_own and not run.strategy.sharded and run.strategy.context is None:
         window.through(partial(_seen, run))
 
 
