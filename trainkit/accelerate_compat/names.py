@@ -78,7 +78,7 @@ _HOMES = {
         DeepSpeedPlugin DummyOptim DummyScheduler get_active_deepspeed_plugin
     """,
     "accelerator.logging": "MultiProcessAdapter=ProcessLogger",
-    "accelerator.parallelism": "ParallelismConfig",
+    "accelerator.parallelism": "ParallelismConfig TorchContextParallelConfig",
     "accelerator.optimizer": "AcceleratedOptimizer=PreparedOptimizer",
     "accelerator.scheduler": "AcceleratedScheduler=PreparedScheduler",
     "accelerator.settings": "AORecipeKwargs KwargsHandler",
@@ -116,7 +116,7 @@ REFUSED = {
     """,
     "`Accelerator` trains no model that is cut into parallel parts: leave it out, and shard with "
     "`Accelerator(strategy=trainkit.strategies.FSDP())`": """
-        TorchContextParallelConfig TorchTensorParallelConfig TorchTensorParallelPlugin
+        TorchTensorParallelConfig TorchTensorParallelPlugin
     """,
     "each process computes all layers of a model: spread them over its devices by "
     '`load_checkpoint_and_dispatch(model, checkpoint, device_map="auto")`, or share out the inputs '

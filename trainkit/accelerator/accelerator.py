@@ -135,8 +135,10 @@ class Accelerator(Attributes):
         )
         if chosen is not None:
             place = chosen.agree_on(place)
+        shared = 1
         if type(chosen) is DDP:  # which a `Trainer` tells where windows end
             unused, cap = chosen.find_unused_parameters, chosen.bucket_cap_mb
+            shared = chosen.context_parallel
             self._ddp = ddp = replace(
                 ddp, find_unused_parameters=unused, bucket_cap_mb=cap or ddp.bucket_cap_mb
             )
@@ -150,10 +152,13 @@ class Accelerator(Attributes):
         self._trackers = Trackers(log_with, self._project, processes)
         self.scaler_handler = scaler = handlers.of(GradScalerKwargs)
         precision = arguments.precision_of(precision_name, handlers, self.device)
-        if chosen is None:
-            alone = processes.size == 1
-            chosen = SingleDevice(device=self.device) if alone else ConfiguredDDP(ddp, self.device)
+        if chosen is None and processes.size == shared == 1:
+            chosen = SingleDevice(device=self.device)
+        elif chosen is None:
+            chosen = ConfiguredDDP(ddp, self.device)
+            chosen.context_parallel = shared
         chosen.setup()
+        self.data_processes = chosen.data_processes
         self._strategy = chosen
         self._registry = registry = Registry()
         self._accumulation = Accumulation(windows, self.loaders)
@@ -161,7 +166,7 @@ class Accelerator(Attributes):
             self._accumulation, precision, chosen, models=registry.models, scaled=scaler.enabled
         )
         sharing = Sharing(
-            processes=processes,
+            processes=self.data_processes,
             device=self.device,
             configuration=loading,
             rng_types=generators,

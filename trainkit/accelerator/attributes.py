@@ -1,11 +1,12 @@
 """What Accelerate's scripts read and set of an `Accelerator`: names over its parts."""
 
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trainkit.accelerator.accumulation import Accumulation
 from trainkit.accelerator.preparer import ConfiguredDDP
@@ -136,6 +137,26 @@ class Attributes(Communicator):
         """Return whether a model, or one inside of it, is spread over several places."""
         return any(len(getattr(each, "hf_device_map", ())) > 1 for each in model.modules())
 
-    def maybe_context_parallel(self, *args: Any, **kwargs: Any) -> AbstractContextManager[None]:
-        """Return a context that does nothing: sequences are not cut into parts."""
-        return nullcontext()
+    def maybe_context_parallel(
+        self,
+        buffers: Sequence[Tensor] | None = None,
+        buffer_seq_dims: Sequence[int] | None = None,
+        no_restore_buffers: Collection[Tensor] | None = None,
+    ) -> AbstractContextManager[None]:
+        """Return a context in which tensors are the pieces of this process, also for the backward.
+
+        With `cp_size` 1 it does nothing. Cut what the model is given, and labels that are shifted:
+        the loss is that of the pieces then, which `backward` averages over all processes, and
+        `reduce` over one process of each group.
+
+        Args:
+            buffers: They are cut in place, and put back at the end.
+            buffer_seq_dims: Along which dimension each is cut.
+            no_restore_buffers: Those that stay cut.
+        """
+        context: Any = self._strategy.context
+        given = buffers or (), buffer_seq_dims or (), no_restore_buffers or ()
+        cut: AbstractContextManager[None] = (
+            nullcontext() if context is None else context.cut_buffers(*given)
+        )
+        return cut

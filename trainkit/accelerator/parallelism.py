@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from trainkit.basics.config import check_whole
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigError
-from trainkit.strategies import FSDP, Strategy
+from trainkit.strategies import DDP, FSDP, Strategy
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -30,19 +30,37 @@ def _names(*axes: str) -> Any:
 
 
 @dataclass
+class TorchContextParallelConfig:
+    """How processes see the keys of each other's pieces: "allgather", the only way there is."""
+
+    cp_comm_strategy: str | None = None
+
+    def __post_init__(self) -> None:
+        said = os.environ.get("PARALLELISM_CONFIG_CP_COMM_STRATEGY", "allgather")
+        self.cp_comm_strategy = self.cp_comm_strategy or said
+        if self.cp_comm_strategy != "allgather":
+            raise ConfigError(
+                f'`cp_comm_strategy` must be "allgather", but is {self.cp_comm_strategy!r}. Leave '
+                "it out: keys travel once in each layer, and nothing is sent round."
+            )
+
+
+@dataclass
 class ParallelismConfig:
     """The sizes of the groups of processes. None: what a launcher says, else 1.
 
     `Accelerator` trains by the first two: `dp_shard_size` is `FSDP()`, and `dp_replicate_size` its
-    `replicas`, or DDP where nothing is sharded. Together they are all processes.
+    `replicas`, or DDP where nothing is sharded. Together, and with `cp_size`, they are all
+    processes.
 
     Args:
         dp_replicate_size: Groups that hold a whole model each.
         dp_shard_size: Processes of such a group, each with a part of the model and its own data.
-        tp_size: Processes that compute each layer together; `Accelerator` refuses it, as the next.
-        cp_size: Processes that compute each sequence together.
+        tp_size: Processes that compute each layer together; `Accelerator` refuses it.
+        cp_size: Processes that compute each sequence together, as `context_parallel` of `DDP` and
+            `FSDP` says; FSDP shards a model over them too.
         cp_backend: "torch".
-        sp_size: The same in DeepSpeed's way.
+        sp_size: The same in DeepSpeed's way, which `Accelerator` refuses.
         sp_backend: "deepspeed".
         tp_handler: More of `tp_size`.
         cp_handler: More of `cp_size`.
@@ -122,9 +140,9 @@ class ParallelismConfig:
     def strategy(self, given: Strategy | None) -> Strategy | None:
         """Return the strategy of these sizes, made of the one that was chosen beside them."""
         processes = World.from_env().size
-        if self.non_data_parallel_size > 1:
+        if others := [axis for axis in self.non_dp_dim_names if axis != "cp"]:
             raise ConfigError(
-                f"`Accelerator` cannot train with {' and '.join(self.non_dp_dim_names)} above 1 "
+                f"`Accelerator` cannot train with {' and '.join(others)} above 1 "
                 "in `ParallelismConfig`: it makes no model parallel. Shard by `dp_shard_size`, or "
                 "load the model parallel, and pass `strategy=ModelParallel()` of "
                 "`trainkit.strategies` in place of the configuration."
@@ -136,15 +154,25 @@ class ParallelismConfig:
         if processes != self.total_size:
             raise ConfigError(
                 "`dp_replicate_size` times `dp_shard_size` must be the number of processes, but is "
-                f"{self.dp_replicate_size} times {self.dp_shard_size} on {processes}. Change them, "
+                f"{self.dp_replicate_size} times {self.dp_shard_size} on {processes}"
+                f"{f', with a `cp_size` of {self.cp_size}' * self.cp_enabled}. Change them, "
                 "or leave both out."
             )
-        if given is not None and self.dp_shard_enabled != isinstance(given, FSDP):
+        shards = self.dp_shard_enabled or (self.cp_enabled and isinstance(given, FSDP))
+        if given is not None and shards != isinstance(given, FSDP):
             raise ConfigError(
                 f"`dp_shard_size` is {self.dp_shard_size}, but the strategy is `{given.name}`. "
                 "Leave one of the two out."
             )
-        if not self.dp_shard_enabled:
+        if self.cp_enabled:
+            given = given or (FSDP() if shards else DDP())
+            if type(given) not in (DDP, FSDP) or given.context_parallel not in (1, self.cp_size):
+                raise ConfigError(
+                    f"`cp_size` is {self.cp_size}, but the strategy `{given.name}` says otherwise. "
+                    "Leave one of the two out."
+                )
+            given.context_parallel = self.cp_size or 1
+        if not shards:
             return given
         chosen = given if isinstance(given, FSDP) else FSDP()
         if chosen.replicas not in (1, self.dp_replicate_size):

@@ -244,6 +244,8 @@ class Preparer:
             if model is unwrapped(known):
                 return known
         check_initialised(model)
+        if self.strategy.context is not None and hasattr(model, "config"):  # else the loop cuts
+            self.strategy.context.attach(model)
         stays = self._stays(model, evaluation_mode)
         restore(() if self.precision.name == "fp8" else model.modules())  # an earlier one's
         self.precision.convert(model)
