@@ -39,7 +39,8 @@ class S3:
                 `times`: how many then fail (by default all); `status`: their answer, with `code`;
                 `kill`: a process that the first of them ends instead; `cut`: they succeed, but
                 the last byte of what they bring is lost; `reset`: the connection is reset; `hang`:
-                it says nothing for so many seconds; `hide`: a list lacks names like this.
+                it says nothing for so many seconds; `hide`: a list lacks names like this; `room`:
+                only those fail that would let there be more bytes.
         """
         self._ask("/_faults", json.dumps(about).encode())
 
@@ -102,6 +103,7 @@ class _Faulty:
         self._application = application
         self._fault: dict[str, Any] = {}
         self._requests: list[str] = []
+        self._sizes: dict[str, int] = {}
 
     def __call__(self, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
         path = environ["PATH_INFO"]
@@ -124,6 +126,18 @@ class _Faulty:
             request = f"DELETE {re.search('<Key>(.*?)</Key>', body.decode())[1]}"  # type: ignore[index]
         self._requests.append(request)
         fault = self._fault
+        method, _, name = request.partition(" ")
+        size = int(environ.get("CONTENT_LENGTH") or 0) if method == "PUT" else 0
+        place = name.partition("/")[0]
+        used = sum(n for each, n in self._sizes.items() if each.partition("/")[0] == place)
+        if "room" in fault and used - self._sizes.get(name, 0) + size > fault["room"]:
+            return self._fail(
+                {**fault, "status": 403, "code": "QuotaExceeded"}, environ, start_response
+            )
+        if method == "PUT":
+            self._sizes[name] = size
+        elif method == "DELETE":
+            self._sizes.pop(name, None)
         if "match" not in fault or not re.match(fault["match"], request):
             return self._moto(environ, start_response)
         fault["after"] -= 1

@@ -197,9 +197,9 @@ def _train_until_it_dies(rank: int, address: str, folder: Path) -> None:
     """Train on two machines, of which one is killed in the second save, between two pieces."""
     saves, pieces = [], machines._pieces
 
-    def die(contents: Any) -> Iterator[tuple[str, bytes]]:
+    def die(contents: Any, size: int) -> Iterator[tuple[str, bytes]]:
         saves.append(rank)
-        for number, piece in enumerate(pieces(contents)):
+        for number, piece in enumerate(pieces(contents, size)):
             if number == 1 and saves == [1, 1]:
                 os.kill(os.getpid(), signal.SIGKILL)
             yield piece

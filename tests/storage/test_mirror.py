@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ from tests.storage.toys import STEPS, At, start, train
 from trainkit import ConfigError, Trainer
 from trainkit.callbacks import JSONLLogger
 from trainkit.storage import objects
+from trainkit.storage.lease import Lease
 from trainkit.storage.objects import Objects, StorageError
 
 
@@ -124,6 +126,47 @@ def test_a_storage_that_fails_for_a_while_gets_all(
     said = capfd.readouterr().out
     assert ("nothing is uploaded for now" in said) is is_said
     assert (f"<Code>{code}</Code>" in said) is is_said
+
+
+@pytest.mark.e2e
+def test_credentials_that_end_in_a_training_are_told(
+    s3: S3, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def end() -> None:
+        s3.fault(match=".*", status=403, code="ExpiredToken")
+        time.sleep(1.2 * float(os.environ["TRAINKIT_STORAGE_LEASE"]))
+
+    ((_, weights),) = run_ranks(1, train, "s3://bucket/ended", tmp_path / "a", At(3, end))
+    said = capfd.readouterr().out
+    assert said.count("nothing is uploaded for now: `s3://bucket/ended") == 1
+    assert "ExpiredToken" in said.partition("nothing is uploaded for now")[2]
+    assert _equal(weights, _plain(tmp_path))
+    s3.fault()
+    run_ranks(1, train, "s3://bucket/ended", tmp_path / "a")
+    assert f"step-{STEPS:08d}" in _steps(s3, "ended")
+
+
+@pytest.mark.e2e
+def test_what_was_cut_by_a_full_bucket_does_not_keep_it_full(s3: S3, tmp_path: Path) -> None:
+    def bytes_of(place: str) -> int:
+        return sum(len(s3.read(name)) for name in s3.names(place))
+
+    run_ranks(1, train, "s3://bucket/size", tmp_path / "a")
+    size = bytes_of(f"size/checkpoints/step-{STEPS:08d}/")
+    s3.fault(room=int(1.9 * size))  # for the first, and a part of the second
+
+    def make_room() -> None:
+        cut = bytes_of(f"full/checkpoints/step-{STEPS - 2:08d}/")
+        assert size > cut > 5000
+        s3.fault(room=bytes_of("full/") + size - cut // 2)
+
+    waits = partial(time.sleep, 2.0)
+    actions: dict[int, Callable[[], None]] = {3: waits, 5: waits, STEPS: make_room}
+    callbacks = [At(step, action) for step, action in actions.items()]
+    for step, each in zip(actions, callbacks, strict=True):
+        each.name = f"at-{step}"
+    run_ranks(1, train, "s3://bucket/full", tmp_path / "b", *callbacks)
+    assert _steps(s3, "full") == {f"step-{STEPS:08d}"}
 
 
 @pytest.mark.e2e
@@ -282,6 +325,33 @@ def test_a_lost_lease_ends_the_run_before_it_overwrites_anything(s3: S3, tmp_pat
     written = [each for each in s3.requests() if each.startswith(("PUT", "DELETE"))]
     assert {each.rpartition("/")[2] for each in written} <= {".trainkit-lock"}
     assert b"another" in s3.read("lost/.trainkit-lock")
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("clock", ["monotonic", "time", "clock_gettime"])
+def test_a_lease_ends_by_the_clock_that_goes_on(s3: S3, tmp_path: Path, clock: str) -> None:
+    """As after a machine has slept: it tells that by one of its clocks, or by none but the time."""
+
+    def there(rank: int) -> list[bool]:
+        held = Lease(Objects(f"s3://bucket/{clock}"), tmp_path)
+        held.acquire(print)
+        found, real = [held.may_write()], getattr(time, clock)
+        setattr(time, clock, lambda *which: real(*which) + 600)
+        found.append(held.may_write())
+        while not held.may_write():  # until it was renewed
+            real_sleep(0.1)
+        setattr(time, clock, real)  # and back, which is no news
+        found.append(held.may_write())
+        s3.fault(match="PUT .*lock", status=403, code="NoMore")
+        real_sleep(1.2 * float(os.environ["TRAINKIT_STORAGE_LEASE"]))
+        with pytest.raises(
+            StorageError, match=r"before that is known\. `s3://.*<Code>NoMore</Code>"
+        ):
+            held.require()
+        return [*found, held.may_write()]
+
+    real_sleep = time.sleep
+    assert run_ranks(1, there) == [[True, False, True, False]]
 
 
 @pytest.mark.e2e

@@ -36,6 +36,14 @@ def lease_seconds() -> float:
     return seconds
 
 
+def _clocks() -> list[float]:
+    """Return times in seconds: where a machine has slept, one or the other stood still."""
+    found = [time.monotonic(), time.time()]
+    if hasattr(time, "CLOCK_BOOTTIME"):  # Linux
+        found.append(time.clock_gettime(time.CLOCK_BOOTTIME))
+    return found
+
+
 class Lease:
     """Holds an address for a folder, whose own lock its caller holds; renewed by a thread.
 
@@ -55,8 +63,9 @@ class Lease:
         }
         self._beats = 0
         self._tag = ""
-        self._until = 0.0  # on the clock of time.monotonic
+        self._until = [0.0] * len(_clocks())
         self._lost = ""
+        self._why = ""  # it was not renewed the last time that it was not
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._go_on, name="trainkit-lease", daemon=True)
 
@@ -82,7 +91,7 @@ class Lease:
 
     def may_write(self) -> bool:
         """Return whether nobody else can have taken the address."""
-        return not self._lost and time.monotonic() < self._until
+        return not self._lost and all(map(float.__lt__, _clocks(), self._until))
 
     def require(self) -> None:
         """Raise CheckpointError where another program may have taken the address."""
@@ -90,7 +99,7 @@ class Lease:
         if not self.may_write():
             raise StorageError(
                 f"`{self._objects.address}` was not reached for so long that another run may have "
-                "taken it. Nothing is written before that is known."
+                f"taken it. Nothing is written before that is known.{self._why}"
             )
 
     def check(self) -> None:
@@ -113,7 +122,7 @@ class Lease:
 
     def _try(self, before: str, seen: str) -> str:
         """Return the tag of the lock where it could be taken; else `_tag` is that of its holder."""
-        begun = time.monotonic()
+        begun = _clocks()
         tag = self._objects.create(LOCK, self._content())
         if tag is None:
             try:
@@ -131,8 +140,11 @@ class Lease:
                     f"`{self._objects.address}` is written to by {_named(holder)}. Wait for that "
                     "run to end, or choose another `output_dir`."
                 )
-        self._until = begun + self._seconds
+        self._hold(begun)
         return tag or ""
+
+    def _hold(self, begun: list[float]) -> None:
+        self._until = [clock + self._seconds for clock in begun]
 
     def _age(self, written: datetime) -> float:
         """Return how many seconds ago something was written, by the clock of the storage."""
@@ -146,8 +158,8 @@ class Lease:
 
     def _go_on(self) -> None:
         while not self._lost and not self._ended.wait(self._seconds / 3):
-            begun = time.monotonic()
-            with suppress(StorageError):  # `may_write` says when that has been for too long
+            begun = _clocks()
+            try:
                 tag = self._objects.replace(LOCK, self._content(), self._tag)
                 if tag is None:
                     holder = self._holder()
@@ -155,7 +167,10 @@ class Lease:
                         self._lost = _named(holder)
                         return
                     tag = self._objects.head(LOCK)[0]
-                self._tag, self._until = tag, begun + self._seconds
+                self._tag = tag
+                self._hold(begun)
+            except StorageError as error:  # `may_write` says when that has been for too long
+                self._why = f" {error}"
 
     def _content(self) -> bytes:
         self._beats += 1

@@ -21,7 +21,8 @@ from trainkit.distributed.collectives import first_with
 from trainkit.storage.copies import blamed_on
 from trainkit.storage.objects import Objects, StorageError
 
-_PIECE = 1 << 22  # bytes that a process sends at once; process 0 holds those of all
+_PIECE = 1 << 22  # bytes that a process sends at once, if they are few
+_HELD = 1 << 28  # bytes that process 0 holds of all of them
 
 OfAll = Callable[[Callable[[], Any], Callable[[list[Any]], Any]], Any]
 """`of_all(action, conclude)` runs `action` on every process, then `conclude` on process 0 with what
@@ -41,14 +42,16 @@ def courier(processes: Processes, folder: Path) -> "Courier | None":
     sees = (folder / name).exists()
     everywhere = all(processes.all_gather_objects(sees))
     run_on_main(processes, lambda: (folder / name).unlink())
-    return None if everywhere else Courier(is_elsewhere=not sees)
+    piece = min(_PIECE, max(1 << 16, _HELD // world.size))
+    return None if everywhere else Courier(is_elsewhere=not sees, piece=piece)
 
 
 class Courier:
     """Brings process 0 what other processes have to write, where some do not see its folder."""
 
-    def __init__(self, *, is_elsewhere: bool) -> None:
+    def __init__(self, *, is_elsewhere: bool, piece: int) -> None:
         self._is_elsewhere = is_elsewhere
+        self._piece = piece  # bytes
 
     def deliver(self, contents: Iterable[tuple[Path, Chunks]], folder: Path, of_all: OfAll) -> bool:
         """Send files to process 0, which writes them to `folder`; every process must call it.
@@ -58,7 +61,7 @@ class Courier:
         Returns:
             Whether those of this process were sent; else it writes them itself.
         """
-        pieces = _pieces(contents) if self._is_elsewhere else iter(())
+        pieces = _pieces(contents, self._piece) if self._is_elsewhere else iter(())
         open_files: dict[Path, int] = {}
 
         def take(sent: list[tuple[str, bytes] | None]) -> bool:
@@ -84,17 +87,17 @@ class Courier:
         return self._is_elsewhere
 
 
-def _pieces(contents: Iterable[tuple[Path, Chunks]]) -> Iterator[tuple[str, bytes]]:
-    """Yield what is in files, with their names: one file after the other, in large pieces."""
+def _pieces(contents: Iterable[tuple[Path, Chunks]], size: int) -> Iterator[tuple[str, bytes]]:
+    """Yield what is in files, with their names: one file after the other, in pieces of a size."""
     for path, chunks in contents:
         piece = bytearray()
         for chunk in chunks:
             left = memoryview(chunk).cast("B")
             while left:
-                taken = left[: _PIECE - len(piece)]
+                taken = left[: size - len(piece)]
                 piece += taken
                 left = left[len(taken) :]
-                if len(piece) == _PIECE:
+                if len(piece) == size:
                     yield path.name, bytes(piece)
                     piece.clear()
         if piece:

@@ -186,6 +186,9 @@ class Mirror:
 
     def _send_all(self, *, ends: bool) -> None:
         """Upload what has changed, then remove what retention gives up; at the end here, too."""
+        for cut in self._remote.left - checkpoints_in(self._folder).keys():
+            self._lease.require()  # what a full bucket has cut makes room for a newer one
+            self._remote.remove(cut)
         # Logs before checkpoints: whoever resumes from one must find all lines before it.
         self._send_files()
         while name := self._newest_missing():
