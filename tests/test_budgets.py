@@ -34,7 +34,7 @@ def test_files_stay_short() -> None:
     assert not too_long
 
 
-LIMITS = {"trainkit": 61_306, "what the trainer can reach": 29_098, "what the loop imports": 4_470}
+LIMITS = {"trainkit": 61_317, "what the trainer can reach": 29_110, "what the loop imports": 4_470}
 """Lines. Where less is reached the limit follows; 44,000 and 22,000 are wanted of the first two.
 
 5,590 of the first stand in rings that came last: object storage, more names of Accelerate, the page
@@ -60,7 +60,7 @@ overwrite what a resume brought back.
 58 let machines fetch for a resume what their processes read, 21 of them in the core.
 34 do the same for the states of an own loop and dry runs. 22 see to clocks that jump, full
 buckets and the memory of process 0 where many send.
-102 bring back keys that are records or members of an enum, dates and the like, lists and dicts of
+116 bring back keys that are records or members of an enum, dates and the like, lists and dicts of
 users' classes, generators in lists, what objects of callbacks read and what was deleted, and tell
 of more that is not held.
 575 let processes share sequences, of models of transformers and in a loop by hand: 478 are one file

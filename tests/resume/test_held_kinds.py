@@ -211,6 +211,23 @@ class Reads:
         return self.result, self.number
 
 
+class Mixed:
+    """A dict of an object and numbers."""
+
+    def __init__(self) -> None:
+        self.state: dict[str, Any] = {"step": 0, "record": Record(0), "losses": [], "items": None}
+
+    def step(self, n: int) -> None:
+        self.state["step"] += n
+        self.state["record"].step += n
+        self.state["losses"].append(n)
+        self.state["items"] = Phase.MAIN
+        self.state["late"] = {"a": n}
+
+    def dump(self) -> Any:
+        return self.state
+
+
 class Leaves:
     """Gives up attributes on its way."""
 
@@ -246,7 +263,7 @@ class Others:
         return None
 
 
-KINDS: list[Callable[[], Any]] = [Keys, Numbers, Containers, Draws, Reads, Leaves]
+KINDS: list[Callable[[], Any]] = [Keys, Numbers, Containers, Draws, Reads, Mixed, Leaves]
 
 
 class Holds(Callback):

@@ -42,6 +42,7 @@ from trainkit.training.resume.owners import (
     has_state,
     is_owner,
     of_callbacks,
+    of_container,
     values_of,
 )
 from trainkit.training.resume.values import (
@@ -409,9 +410,10 @@ class Attributes:
                 continue
             is_list = type(owner) in (list, tuple)
             items = [*(enumerate(owner) if is_list else attributes_in(owner).items())]
-            if is_list or type(owner) is dict:
-                drawn = {f"{key}": each for key, each in items if is_generator(each)}
-                yield from [(f"{name}{CONTENT}", drawn)] if drawn else ()
+            if (is_list or type(owner) is dict) and name and not name.startswith("data"):
+                inside = of_container(owner)
+                place = name if inside is owner else f"{name}{CONTENT}"
+                yield from [(place, inside)] if inside else ()
             for index, (key, value) in enumerate(items):
                 is_held = is_holder(value) and len(value) <= _MOST_HELD
                 if id(value) in seen or not (is_held or is_owner(value)):

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from typing_extensions import override
 
 from trainkit.basics.outside import Outside, is_users
+from trainkit.basics.rng import is_generator
 from trainkit.basics.torch_internals import parameters_of
 from trainkit.checkpoint.exact import load_state
 from trainkit.metrics.metric import Metric
@@ -72,6 +73,15 @@ def has_state(value: Any) -> bool:
     is_read = hasattr(kind, "__iter__") or hasattr(kind, "__getitem__")
     is_other = is_read or issubclass(kind, nn.Module | type) or hasattr(kind, "on_fit_start")
     return not (is_other or is_users(kind) or kind.__module__.startswith("trainkit."))
+
+
+def of_container(held: Any) -> dict[str, Any]:
+    """Return what is looked after in a list or dict: generators, and what a dict of objects has."""
+    is_dict = type(held) is dict
+    if is_dict and {*map(type, held)} == {str} and any(map(is_owner, held.values())):
+        return held  # type: ignore[no-any-return]
+    items = held.items() if is_dict else enumerate(held)
+    return {f"{key}": each for key, each in items if is_generator(each)}
 
 
 def copy_of(value: Any) -> Any:
