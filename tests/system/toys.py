@@ -359,10 +359,12 @@ class Training:
         run = self.trainer.run
         assert run is not None
         schedule = run.lr_schedule
+        with run.strategy.whole_state(run.optimizer):
+            optimizer = plain(run.optimizer.state_dict())
         return plain(
             {
                 "model": self.program.model.state_dict(),
-                "optimizer": run.optimizer.state_dict(),
+                "optimizer": optimizer,
                 "scheduler": schedule and _without_functions(schedule.scheduler.state_dict()),
                 "scaler": run.precision.state_dict(),
                 "counters": run.state.state_dict(),

@@ -12,8 +12,10 @@ A run's draws come from the global generators, because models and data sets draw
 They are lent to it: its caller's come back at its end.
 """
 
+import ctypes
 import hashlib
 import random
+import struct
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -21,7 +23,6 @@ from typing import Any
 
 import torch
 
-from trainkit.basics import numpy_rng
 from trainkit.basics.device import get_rng_state, set_rng_state, siblings
 
 _MASK = 2**64 - 1
@@ -29,6 +30,11 @@ _modules: dict[str, Any] = sys.modules  # whoever does not use NumPy does not pa
 _python: Any = random.seed.__self__  # type: ignore[attr-defined]  # the global generator
 _python_seed = super(random.Random, _python).seed
 _runs = 0  # under way in this program
+
+_STATE = 625 * 4  # bytes of NumPy's MT19937: 624 words and the position in them
+_POSITION = struct.Struct("i")
+_HEAD = object.__basicsize__  # of every object, with the count of its references
+_known: tuple[Any, bytes] | None = None  # NumPy's state saved or put back last, and its memory
 
 HostState = tuple[Any, Any, torch.Tensor]
 """The states of the generators of Python, NumPy (None if never imported) and torch."""
@@ -93,19 +99,43 @@ def seed_all(value: int, device: torch.device) -> None:
 
 
 def save_host() -> HostState:
-    """Return the states of the global generators of Python, NumPy and torch on the CPU."""
-    numpy_state = numpy_rng.save() if "numpy" in _modules else None
-    return random.getstate(), numpy_state, torch.default_generator.get_state()
+    """Return the states of the global generators of Python, NumPy and torch on the CPU.
+
+    `get_state` and `set_state` of NumPy make an object of each of 624 words, 110 us for a batch.
+    So its state is kept beside the memory that holds it, and while that is the same, so is the
+    state. Where the memory is not what it is taken for, which a state shows, they are called.
+    """
+    global _known
+    if "numpy" not in _modules:
+        return random.getstate(), None, torch.default_generator.get_state()
+    numpy, memory = _modules["numpy"].random, b""
+    is_new = "get_bit_generator" in numpy.__dict__  # since NumPy 1.24
+    if is_new and type(generator := numpy.get_bit_generator()) is numpy.MT19937:
+        owner = numpy.get_state.__self__  # holds half of a normal pair that waits
+        memory = ctypes.string_at(generator.ctypes.state_address, _STATE)
+        memory += ctypes.string_at(id(owner) + _HEAD, type(owner).__basicsize__ - _HEAD)
+    if not memory or _known is None or _known[1] != memory:
+        state = numpy.get_state()
+        if not memory or memory[:_STATE] != state[1].tobytes() + _POSITION.pack(state[2]):
+            return random.getstate(), state, torch.default_generator.get_state()
+        _known = state, memory
+    return random.getstate(), _known[0], torch.default_generator.get_state()
 
 
 def restore_host(state: HostState) -> None:
     """Put back what `save_host` returned."""
     python_state, numpy_state, torch_state = state
     random.setstate(python_state)
-    if numpy_state is not None:
-        numpy_rng.restore(numpy_state)
-    elif "numpy" in _modules:
-        _modules["numpy"].random.seed()  # as it is after its import
+    numpy = _modules["numpy"].random if "numpy" in _modules else None
+    if numpy_state is None and numpy is not None:
+        numpy.seed()  # as it is after its import
+    elif numpy is not None:
+        known = _known[1] if _known is not None and numpy_state is _known[0] else b""
+        if known and not numpy_state[3] and type(numpy.get_bit_generator()) is numpy.MT19937:
+            numpy.seed(0)  # half of a normal pair waits no more
+            ctypes.memmove(numpy.get_bit_generator().ctypes.state_address, known, _STATE)
+        else:
+            numpy.set_state(numpy_state)
     torch.default_generator.set_state(torch_state)
 
 

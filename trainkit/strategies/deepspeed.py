@@ -125,13 +125,14 @@ class DeepSpeed(ShardedStrategy):
         engine, zero, *_ = deepspeed.initialize(model=module, optimizer=updating, config=made)
         self.processes.apply_timeout(engine.data_parallel_group)
         self.share_buffers(module)
+        self.engines = (engine, zero)
         return ZeroParts(zero, updating, optimizer)
 
     def _leave(self) -> None:
         """Give back the optimizer and the model of an earlier training."""
         if self._parts is not None:
             self._parts.close()
-        self._parts = None
+        self._parts, self.engines = None, ()
 
     @override
     def updated(self, optimizer: Optimizer) -> Optimizer:

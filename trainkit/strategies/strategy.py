@@ -37,6 +37,7 @@ class Strategy(ABC):
 
     name: ClassVar[str]
     sharded: ClassVar[bool] = False
+    engines: tuple[Any, ...] = ()  # of a library, which hold what model and optimizers have
     """Whether processes hold parts of the parameters, and each one saves its own."""
     called_apart: Collection[nn.Module] = ()
     """What is called outside of the model's forward, perhaps a part of it: a loss that learns. Set

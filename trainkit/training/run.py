@@ -118,6 +118,7 @@ class Run(RunServices):
                     *(self.model, self.optimizer),
                     *getattr(self.optimizer, "parts", {"": self.optimizer}).values(),
                     *(schedule.scheduler for _, schedule, _ in schedules),
+                    *self.strategy.engines,
                 ],
                 self.print,
             ),
