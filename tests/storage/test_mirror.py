@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -274,6 +275,24 @@ def test_a_new_training_is_refused_where_storage_holds_another(s3: S3, tmp_path:
     run_ranks(1, train, "s3://bucket/taken", tmp_path / "a")
     with pytest.raises(RanksError, match="but a new training was asked for"):
         run_ranks(1, train, "s3://bucket/taken", tmp_path / "b", resume=None)
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("is_output", [True, False])
+def test_a_folder_left_from_an_earlier_training_of_an_address_is_no_part_of_it(
+    s3: S3, tmp_path: Path, is_output: bool
+) -> None:
+    run_ranks(1, train, "s3://bucket/again", tmp_path / "a")
+    for name in s3.names("again/"):
+        s3.remove(name)
+    run_ranks(1, train, "s3://bucket/again", tmp_path / "b")  # as long, or longer, or shorter
+    goes_on = "s3://bucket/again" if is_output else str(tmp_path / "next")
+    resume = "auto" if is_output else f"s3://bucket/again/checkpoints/step-{STEPS:08d}"
+    with pytest.raises(RanksError, match="hold checkpoints of two different trainings"):
+        run_ranks(1, train, goes_on, tmp_path / "a", resume=resume)
+    shutil.rmtree(tmp_path / "a/s3/bucket/again")
+    ((came_from, _),) = run_ranks(1, train, goes_on, tmp_path / "a", resume=resume)
+    assert came_from == STEPS
 
 
 @pytest.mark.e2e

@@ -50,9 +50,10 @@ def fetch(folder: Path) -> None:
     What is broken there is said, and left out.
 
     Raises:
-        CheckpointError: The address cannot be reached.
+        CheckpointError: The address cannot be reached, or holds another training.
     """
     remote = Remote(_objects(folder))
+    remote.check_runs(folder)
     for name, _ in remote.newest_first():
         try:
             if not (folder / name).exists():

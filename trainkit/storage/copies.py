@@ -92,6 +92,21 @@ class Remote:
         by_age = sorted(self.checkpoints.items(), key=lambda e: (e[1].step, e[1].revision))
         return by_age[::-1]
 
+    def check_runs(self, folder: Path) -> None:
+        """Raise CheckpointError where a folder and the address hold different trainings."""
+        here = {manifest.run_id for manifest in checkpoints_in(folder).values()}
+        there = {manifest.run_id for manifest in self.checkpoints.values()}
+        if MANIFEST in self.others:  # the address is that of a checkpoint
+            own = self.objects.read(MANIFEST) or b""
+            there.add(Manifest.decode(own, Path(self.objects.address)).run_id)
+        if here and there and not here & there:
+            raise CheckpointError(
+                f"`{self.objects.address}` and `{folder}`, where this machine keeps what is there, "
+                "hold checkpoints of two different trainings, and either could go on. Remove the "
+                "folder, or pass another address.",
+                path=folder,
+            )
+
     def fetch(self, name: str, folder: Path) -> None:
         """Bring a checkpoint to its place in a folder, verified; what was there goes.
 

@@ -111,6 +111,7 @@ class Mirror:
         """Bring what a resume needs of the address and the folder lacks."""
         remote, store = self._remote, CheckpointStore(self._folder / CHECKPOINTS)
         store.clean()
+        remote.check_runs(self._folder)
         resumable = [
             (name, manifest)
             for name, manifest in remote.newest_first()

@@ -42,7 +42,8 @@ def kept(*roots: object) -> Iterator[None]:
     spaces = [_space(owner) for owner in owners]
     values = [v for space in spaces for name, v in space.items() if name not in _HOOKS]
     names = [(space, dict(space)) for space in spaces]
-    names += [(each, dict(each)) for each in values if isinstance(each, dict)]
+    # A registry of the user's may give by `[]` something else than it holds.
+    names += [(each, dict(dict.items(each))) for each in values if isinstance(each, dict)]
     lists = [(each, list(each)) for each in values if isinstance(each, list | deque)]
     sets = [(each, set(each)) for each in values if isinstance(each, set)]
     modules = [owner for owner in owners if isinstance(owner, nn.Module)]
@@ -91,8 +92,9 @@ def _restore(now: MutableMapping[Any, Any], before: dict[Any, Any]) -> None:
     """Let a dict hold what it held before; one that does is not touched, as compilers watch it."""
     for name in now.keys() - before.keys():
         del now[name]
+    held = dict(dict.items(now)) if isinstance(now, dict) else now
     for name, value in before.items():
-        if now.get(name, _MISSING) is not value:
+        if held.get(name, _MISSING) is not value:
             now[name] = value
 
 
