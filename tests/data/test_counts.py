@@ -32,7 +32,7 @@ OVER_RAW = 55 + 2 * (sys.version_info >= (3, 13)) + 2 * (torch.__version__ >= "2
 OVER_RAW_LOADED = 120  # with the callbacks of an ordinary run
 JOURNAL = 12  # calls more for the journal, which `Checkpoint` brings along
 A_SAMPLE = 6  # calls more for each sample that is fetched alone: its random streams
-A_BATCH = 1  # and for their batch: the generators of the data set
+A_BATCH = 3  # and for their batch: the generators of the data set, which come back without a copy
 SHORT, LONG = 50, 250  # steps; both end at a log step, so that what is logged is counted
 FEATURES = 8
 

@@ -31,7 +31,8 @@ _python: Any = random.seed.__self__  # type: ignore[attr-defined]  # the global 
 _python_seed = super(random.Random, _python).seed
 _runs = 0  # under way in this program
 
-_STATE = 625 * 4  # bytes of NumPy's MT19937: 624 words and the position in them
+_BYTES = 625 * 4  # of NumPy's MT19937: 624 words and the position in them
+_STATE = ctypes.c_char * _BYTES
 _POSITION = struct.Struct("i")
 _HEAD = object.__basicsize__  # of every object, with the count of its references
 _known: tuple[Any, bytes] | None = None  # NumPy's state saved or put back last, and its memory
@@ -112,11 +113,12 @@ def save_host() -> HostState:
     is_new = "get_bit_generator" in numpy.__dict__  # since NumPy 1.24
     if is_new and type(generator := numpy.get_bit_generator()) is numpy.MT19937:
         owner = numpy.get_state.__self__  # holds half of a normal pair that waits
-        memory = ctypes.string_at(generator.ctypes.state_address, _STATE)
-        memory += ctypes.string_at(id(owner) + _HEAD, type(owner).__basicsize__ - _HEAD)
+        around = ctypes.c_char * (type(owner).__basicsize__ - _HEAD)
+        memory = _STATE.from_address(generator.ctypes.state_address).raw
+        memory += around.from_address(id(owner) + _HEAD).raw
     if not memory or _known is None or _known[1] != memory:
         state = numpy.get_state()
-        if not memory or memory[:_STATE] != state[1].tobytes() + _POSITION.pack(state[2]):
+        if not memory or memory[:_BYTES] != state[1].tobytes() + _POSITION.pack(state[2]):
             return random.getstate(), state, torch.default_generator.get_state()
         _known = state, memory
     return random.getstate(), _known[0], torch.default_generator.get_state()
@@ -131,9 +133,10 @@ def restore_host(state: HostState) -> None:
         numpy.seed()  # as it is after its import
     elif numpy is not None:
         known = _known[1] if _known is not None and numpy_state is _known[0] else b""
-        if known and not numpy_state[3] and type(numpy.get_bit_generator()) is numpy.MT19937:
+        generator: Any = numpy.get_bit_generator() if known else None
+        if type(generator) is numpy.MT19937 and not numpy_state[3]:
             numpy.seed(0)  # half of a normal pair waits no more
-            ctypes.memmove(numpy.get_bit_generator().ctypes.state_address, known, _STATE)
+            ctypes.memmove(generator.ctypes.state_address, known, _BYTES)
         else:
             numpy.set_state(numpy_state)
     torch.default_generator.set_state(torch_state)
