@@ -45,7 +45,7 @@ GUARDED: dict[str, dict[str, str]] = {
             "basics/signals.py",
         "socket.AF_NETLINK": "launch/network.py",
         "socket.TCP_USER_TIMEOUT": "watch/connections.py",
-        "time.CLOCK_BOOTTIME time.clock_gettime": "inspect/report/listing.py",
+        "time.CLOCK_BOOTTIME time.clock_gettime": "inspect/report/listing.py storage/lease.py",
     },
     "darwin": {
         "os.POSIX_FADV_WILLNEED os.posix_fadvise": "checkpoint/io/reading.py",
@@ -53,7 +53,7 @@ GUARDED: dict[str, dict[str, str]] = {
         "os.sched_getaffinity": "launch/machine.py",
         "socket.AF_NETLINK": "launch/network.py",
         "socket.TCP_USER_TIMEOUT": "watch/connections.py",
-        "time.CLOCK_BOOTTIME": "inspect/report/listing.py",
+        "time.CLOCK_BOOTTIME": "inspect/report/listing.py storage/lease.py",
     },
 }  # fmt: skip
 """The names that a system lacks, and the files that ask first whether they are there."""

@@ -172,7 +172,7 @@ def test_sharding_without_fsdp_is_refused(capsys: pytest.CaptureFixture[str]) ->
         (
             "--use_parallelism_config --parallelism_config_dp_replicate_size 2 --use_fsdp "
             "--parallelism_config_dp_shard_size 2",
-            "the number of processes, but is 2 times 2 on 2",
+            "the number of processes, but is 2 times 2 times 1 on 2",
         ),
         (
             "--use_parallelism_config --parallelism_config_dp_shard_size 2 --use_fsdp "
@@ -199,6 +199,15 @@ def test_sizes_of_groups_in_the_environment_are_read_as_elsewhere() -> None:
     said = resolve(parser.parse_args([]), env | {"PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"}).variables
     assert said["ACCELERATE_USE_PARALLELISM_CONFIG"] == "true"
     assert said["PARALLELISM_CONFIG_DP_SHARD_SIZE"] == "2"
+
+
+def test_pieces_of_sequences_are_a_size_of_groups(tmp_path: Path) -> None:
+    words = ["--use_parallelism_config", "--parallelism_config_cp_size", "2"]
+    said = resolved("--num_processes", "2", *words).variables
+    assert said["PARALLELISM_CONFIG_CP_SIZE"] == "2"
+    script = str(tmp_path / "script.py")
+    for more in ([], ["--use_fsdp"]):
+        assert main(["launch", "--num_processes", "2", "--dry-run", *words, *more, script]) == 0
 
 
 def test_copies_of_a_whole_model_are_no_sharding(tmp_path: Path) -> None:

@@ -183,8 +183,8 @@ def test_multi_cpu_hides_the_gpus(tmp_path: Path) -> None:
         ("dynamo_config:\n  dynamo_mode: fast\n", ["`dynamo_mode`", "reduce-overhead"]),
         ("enable_cpu_affinity: true\n", ["`enable_cpu_affinity`", "does not drive"]),
         (
-            "parallelism_config: {parallelism_config_cp_size: 2}\n",
-            ["config_cp_size`", "leave it"],
+            "parallelism_config: {parallelism_config_tp_size: 2}\n",
+            ["config_tp_size`", "leave it"],
         ),
         ("parallelism_config: {parallelism_config_dp_shard_size: -1}\n", ["at least 1", "-1"]),
         ("parallelism_config: {dp_shard_size: 2}\n", ["mean `parallelism_config_dp_shard_size`"]),

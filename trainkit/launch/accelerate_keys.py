@@ -35,7 +35,7 @@ HARMLESS = {
     "main_training_function": "main",
     **dict.fromkeys(["offload_optimizer_device", "offload_param_device"], "none"),
     **dict.fromkeys(["zero3_init_flag", "zero3_save_16bit_model"], "false"),
-    **dict.fromkeys([f"parallelism_config_{axis}_size" for axis in ("cp", "sp", "tp")], "1"),
+    **dict.fromkeys([f"parallelism_config_{axis}_size" for axis in ("sp", "tp")], "1"),
     "parallelism_config_cp_backend": "torch",
     "parallelism_config_cp_comm_strategy": "allgather",
     "parallelism_config_sp_attn_implementation": "sdpa",
@@ -113,6 +113,7 @@ PARTS: dict[str, tuple[Callable[[object], str | bool], str]] = {
     "fsdp_use_orig_params": (boolean, "true"),
     "fsdp_version": (one_of("1", "2"), "1"),
     "gradient_clipping": (_number, ""),
+    "parallelism_config_cp_size": (_size, "1"),
     "parallelism_config_dp_replicate_size": (_size, "1"),
     "parallelism_config_dp_shard_size": (_size, "1"),
     "zero_stage": (one_of("1", "2"), ""),
@@ -188,17 +189,19 @@ def check_groups(variables: Mapping[str, str], kind: str | None, processes: int)
     """
     if variables.get(GROUPS) != "true":
         return
-    replicas, shards = (
-        int(variables[variable(f"parallelism_config_dp_{what}_size")])
-        for what in ("replicate", "shard")
+    replicas, shards, pieces = (
+        int(variables[variable(f"parallelism_config_{what}_size")])
+        for what in ("dp_replicate", "dp_shard", "cp")
     )
     both = "`parallelism_config_dp_replicate_size` times `parallelism_config_dp_shard_size`"
-    if replicas * shards not in (1, processes):
+    if replicas * shards * pieces not in (1, processes):
         raise ConfigError(
-            f"{both} must be the number of processes, but is {replicas} times {shards} on "
-            f"{processes}. Change them, or leave both out."
+            f"{both}, and times `parallelism_config_cp_size`, must be the number of processes, but "
+            f"is {replicas} times {shards} times {pieces} on {processes}. Change them, or leave "
+            "them out."
         )
-    if replicas * shards > 1 and (shards > 1) != (kind == "FSDP"):
+    is_sharded = shards > 1 or (pieces > 1 and kind == "FSDP")
+    if replicas * shards > 1 and is_sharded != (kind == "FSDP"):
         raise ConfigError(
             f"`parallelism_config_dp_shard_size` is {shards}, but `distributed_type` is {kind}: "
             "FSDP (`--use_fsdp`) shards a model, and no other does. Change one of the two."
