@@ -99,6 +99,7 @@ class Remote:
         if MANIFEST in self.others:  # the address is that of a checkpoint
             own = self.objects.read(MANIFEST) or b""
             there.add(Manifest.decode(own, Path(self.objects.address)).run_id)
+        here, there = here - {""}, there - {""}  # states of own loops are of no run
         if here and there and not here & there:
             raise CheckpointError(
                 f"`{self.objects.address}` and `{folder}`, where this machine keeps what is there, "
