@@ -360,25 +360,24 @@ class Training:
         assert run is not None
         schedule = run.lr_schedule
         with run.strategy.whole_state(run.optimizer):
-            optimizer = plain(run.optimizer.state_dict())
-        return plain(
-            {
-                "model": self.program.model.state_dict(),
-                "optimizer": optimizer,
-                "scheduler": schedule and _without_functions(schedule.scheduler.state_dict()),
-                "scaler": run.precision.state_dict(),
-                "counters": run.state.state_dict(),
-                "ema": self.ema.state_dict(),
-                "metrics": [run.metrics, run.best_metrics],
-                "callbacks": [
-                    each.state_dict()
-                    for each in self.program.callbacks
-                    if isinstance(each, EMA | EarlyStopping)
-                ],
-                "stop": run.stop_reason,
-                "draws": self.draws.found,
-            }
-        )
+            return plain(
+                {
+                    "model": self.program.model.state_dict(),
+                    "optimizer": run.optimizer.state_dict(),
+                    "scheduler": schedule and _without_functions(schedule.scheduler.state_dict()),
+                    "scaler": run.precision.state_dict(),
+                    "counters": run.state.state_dict(),
+                    "ema": self.ema.state_dict(),
+                    "metrics": [run.metrics, run.best_metrics],
+                    "callbacks": [
+                        each.state_dict()
+                        for each in self.program.callbacks
+                        if isinstance(each, EMA | EarlyStopping)
+                    ],
+                    "stop": run.stop_reason,
+                    "draws": self.draws.found,
+                }
+            )
 
     def keep_outcome(self) -> None:
         """Leave the outcome for the process that started the run."""
