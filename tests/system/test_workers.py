@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from tests.helpers.tiers import with_few
+from trainkit.basics.signals import kill_workers
 from trainkit.data import evaluation_loader
 from trainkit.distributed import Processes
 
@@ -102,3 +103,19 @@ def test_a_worker_that_is_stuck_is_killed() -> None:
     batches.close()
     assert not worker.is_alive()
     loader.close()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")  # idle threads of this process
+def test_a_fork_that_is_told_twice_to_end_leaves_the_workers_of_its_parent() -> None:
+    worker = multiprocessing.Process(target=time.sleep, args=(60,), daemon=True)
+    worker.start()
+    try:
+        if (fork := os.fork()) == 0:
+            kill_workers()
+            os._exit(0)
+        assert os.waitpid(fork, 0) == (fork, 0)
+        worker.join(0.2)
+        assert worker.is_alive()
+    finally:
+        worker.kill()
+        worker.join()

@@ -117,9 +117,9 @@ class Interrupts:
 
 
 def kill_workers() -> None:
-    """Kill the processes that this one started and that must not outlive it."""
+    """Kill the processes that must not outlive this one; those of its parent, if forked, stay."""
     for child in multiprocessing.active_children():
-        if child.daemon:
+        if child.daemon and getattr(child, "_parent_pid", None) == os.getpid():
             child.kill()
 
 
