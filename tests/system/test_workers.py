@@ -111,8 +111,10 @@ def test_a_fork_that_is_told_twice_to_end_leaves_the_workers_of_its_parent() -> 
     worker.start()
     try:
         if (fork := os.fork()) == 0:
-            kill_workers()
-            os._exit(0)
+            try:
+                kill_workers()
+            finally:
+                os._exit(0)
         assert os.waitpid(fork, 0) == (fork, 0)
         worker.join(0.2)
         assert worker.is_alive()
