@@ -1,6 +1,7 @@
 """trainkit is right in every row of the table of behaviours (`benchmarks/behaviour`)."""
 
 import json
+import subprocess
 import warnings
 from pathlib import Path
 
@@ -21,6 +22,16 @@ SLOW = [pytest.param(key, marks=[] if row.quick else pytest.mark.slow) for key, 
 def test_trainkit_is_right(key: str) -> None:
     cell = run(frameworks.load("trainkit"), ROWS[key])
     assert cell.mark == RIGHT, cell
+
+
+def test_a_cell_ends_only_what_it_has_started() -> None:
+    quick = next(key for key, row in ROWS.items() if row.quick)
+    with subprocess.Popen(["sleep", "600"]) as other:
+        try:
+            run(frameworks.load("trainkit"), ROWS[quick])
+            assert other.poll() is None
+        finally:
+            other.kill()
 
 
 def test_probes_see_what_is_wrong() -> None:

@@ -93,7 +93,7 @@ def run(framework: Framework, row: Row) -> Cell:
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_be, args=(framework, row, theirs))
-    begin = time.monotonic()
+    begin, others = time.monotonic(), {*psutil.Process().children(recursive=True)}
     process.start()
     theirs.close()
     try:
@@ -101,7 +101,8 @@ def run(framework: Framework, row: Row) -> Cell:
     except EOFError:
         found = Cell(row.key, framework.key, ERROR, "the probe died")
     for left in psutil.Process().children(recursive=True):
-        left.kill()
+        if left not in others:
+            left.kill()
     process.join()
     return Cell(**(asdict(found) | {"seconds": round(time.monotonic() - begin, 1)}))
 
