@@ -2,13 +2,14 @@
 
 from collections import OrderedDict, UserDict, namedtuple
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 from types import MappingProxyType
 from typing import Any
 
 import pytest
 import torch
 
-from trainkit.containers.tree import copy_containers, count_samples, map_leaves
+from trainkit.containers.tree import class_named, copy_containers, count_samples, map_leaves
 from trainkit.errors import DataError
 
 Pair = namedtuple("Pair", ["left", "right"])
@@ -32,6 +33,12 @@ class Graph:
 
     def to(self, device: Any) -> "Graph":
         return self
+
+
+def test_a_class_is_found_that_another_version_keeps_in_a_private_module() -> None:
+    assert class_named("pathlib._local:PurePosixPath") is PurePosixPath  # Python 3.13
+    assert class_named("pathlib._local:Nothing") is None
+    assert class_named("nowhere._local:Nothing") is None
 
 
 def test_containers_keep_their_types_and_leaves_change() -> None:

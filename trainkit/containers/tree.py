@@ -212,9 +212,9 @@ def name_of(cls: type) -> str | None:
 
 
 def class_named(name: str) -> type | None:
-    """Return the class of that name from a module already imported; nothing is imported."""
+    """Return the class of that name in its module or the public one around, if it is imported."""
     module, _, qualified = name.partition(":")
-    found: Any = sys.modules.get(module)
+    found: Any = sys.modules.get(module) or sys.modules.get(module.partition("._")[0])
     for part in qualified.split("."):
         found = getattr(found, part, None)
     return found if isinstance(found, type) else None

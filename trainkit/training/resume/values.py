@@ -9,7 +9,7 @@ from enum import Enum
 from fractions import Fraction
 from functools import partial
 from hashlib import blake2b
-from pathlib import PurePath
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 from weakref import ref
 
@@ -33,7 +33,8 @@ CONTENT = "[...]"
 """Stands, beside attributes, for what a list or dict of a user's class holds."""
 SCALARS = (type(None), bool, int, float, complex, str)
 IN_PLACE = (list, deque, dict, Counter, OrderedDict, defaultdict, set)
-_BY_ARGUMENTS = (Decimal, Fraction, date, datetime, time, slice, range)  # and paths
+_PATHS = (PurePosixPath, PureWindowsPath, type(Path()))
+_BY_ARGUMENTS = (Decimal, Fraction, date, datetime, time, slice, range, *_PATHS)
 ENTRY = {
     "value?": Any,
     "generator?": Any,
@@ -208,7 +209,7 @@ def _parts(value: Any) -> tuple[Any, ...] | None:
         return None
     if issubclass(kind, Enum):
         return (_OBJECT, name, value.value)
-    if _is_by_arguments(kind):
+    if kind in _BY_ARGUMENTS:
         return (_OBJECT, name, *value.__reduce__()[1])
     if tree.has_more_state(value):
         return None
@@ -218,11 +219,7 @@ def _parts(value: Any) -> tuple[Any, ...] | None:
 def _has_parts(kind: type) -> bool:
     is_record = hasattr(kind, "_make") or (is_dataclass(kind) and not hasattr(kind, "on_fit_start"))
     is_record = is_record and not issubclass(kind, dict | nn.Module)
-    return issubclass(kind, Enum) or is_record or _is_by_arguments(kind)
-
-
-def _is_by_arguments(kind: type) -> bool:
-    return kind in _BY_ARGUMENTS or (issubclass(kind, PurePath) and kind.__module__ == "pathlib")
+    return issubclass(kind, Enum) or is_record or kind in _BY_ARGUMENTS
 
 
 def _taken_apart(value: Any, entry: dict[str, Any]) -> Any:
@@ -279,7 +276,7 @@ def _put_together(value: Any) -> Any:
     kind: Any = tree.class_named(value[1])
     if not (_has_parts(kind) or kind is dict):
         raise ValueError(f"`{value[1]}` has no parts")
-    is_made = issubclass(kind, Enum) or _is_by_arguments(kind)
+    is_made = issubclass(kind, Enum) or kind in _BY_ARGUMENTS
     return kind(*parts) if is_made else tree.build(kind, *parts)
 
 
