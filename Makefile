@@ -3,8 +3,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints-cpu.txt
-# The tests start processes of their own: more threads than cores would only make them wait.
-ONE_THREAD := OMP_NUM_THREADS=1
+# The tests start processes of their own: more threads than cores would only make them wait, and
+# without compiled files each would compile all of trainkit.
+ONE_THREAD := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 # One test on each core. By file, the longest files would come last, and one core would wait.
 PYTEST := -m pytest -q -n auto --dist worksteal
 # Without the tests that start whole programs or many processes, but for one of each kind.
@@ -18,7 +19,7 @@ DEMO := runs/sentiment
 help:
 	@echo "make demo    train the Chinese review classifier on two processes, then check its figures"
 	@echo "make data    fetch what the examples train on into data/ and .venv"
-	@echo "make test    run most tests and one of each kind that starts programs, in 5 minutes"
+	@echo "make test    run most tests and one of each kind that starts programs, in 4 minutes"
 	@echo "make test-all  run all tests, in 20 minutes: what every push runs"
 	@echo "make test-behaviour  run the rows of docs/behaviour.md, in a minute"
 	@echo "make test-versions  run the fast tests with the lowest and the newest Python, torch, ..."

@@ -113,6 +113,11 @@ def _tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), str(path))
 
 
+@cache
+def _nodes(tree: ast.AST) -> list[ast.AST]:
+    return [*ast.walk(tree)]
+
+
 def _room(path: Path) -> str:
     """Return the part of trainkit that `path` belongs to; empty for the public face."""
     parts = path.relative_to(ROOT).with_suffix("").parts
@@ -122,7 +127,7 @@ def _room(path: Path) -> str:
 
 def _imports(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """Yield the line and the full name of each import, those under TYPE_CHECKING too."""
-    for node in ast.walk(tree):
+    for node in _nodes(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield node.lineno, alias.name
@@ -199,7 +204,7 @@ def test_what_the_core_asks_for_is_provided_by_the_public_face() -> None:
         node.args[0].value
         for path in _files()
         if "trainkit.lazy.ask" in {name for _, name in _imports(_tree(path))}
-        for node in ast.walk(_tree(path))
+        for node in _nodes(_tree(path))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "ask"
         if isinstance(node.args[0], ast.Constant) and isinstance(node.args[0].value, str)
     }
@@ -208,7 +213,7 @@ def test_what_the_core_asks_for_is_provided_by_the_public_face() -> None:
 
 
 def _forbidden(tree: ast.Module) -> Iterator[str]:
-    for node in ast.walk(tree):
+    for node in _nodes(tree):
         match node:
             case ast.Call(func=ast.Name(id=name)) if name in FORBIDDEN_NAMES:
                 yield f"line {node.lineno} calls {name}"
@@ -240,7 +245,7 @@ def _own_names() -> frozenset[str]:
     """Return what is defined anywhere in trainkit: functions, classes, variables, attributes."""
     found: set[str] = set()
     for path in _files():
-        for node in ast.walk(_tree(path)):
+        for node in _nodes(_tree(path)):
             match node:
                 case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.arg(arg=name):
                     found.add(name)
@@ -253,7 +258,7 @@ def _own_names() -> frozenset[str]:
 
 def _undocumented(tree: ast.Module) -> Iterator[str]:
     """Yield the uses of names with an underscore that are not ours."""
-    for node in ast.walk(tree):
+    for node in _nodes(tree):
         match node:
             case ast.Attribute(attr=name) if re.match("_[^_]", name):
                 if name not in _own_names() | NOT_OF_TORCH:
@@ -273,12 +278,12 @@ def _words(tree: ast.Module) -> Iterator[str]:
     """Yield the words of names and of strings, but for docstrings."""
     documents = {
         node.body[0].value
-        for node in ast.walk(tree)
+        for node in _nodes(tree)
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
         and node.body
         and isinstance(node.body[0], ast.Expr)
     }
-    for node in ast.walk(tree):
+    for node in _nodes(tree):
         texts = [getattr(node, name, None) for name in ("attr", "id", "name", "arg", "module")]
         if isinstance(node, ast.Constant) and node not in documents:
             texts.append(node.value)
@@ -306,7 +311,7 @@ def _always_restricts(tree: ast.Module) -> bool:
     """Return whether each `torch.load` has `weights_only=True` written out."""
     loads = [
         node
-        for node in ast.walk(tree)
+        for node in _nodes(tree)
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load"
     ]
     return bool(loads) and all(

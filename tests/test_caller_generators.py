@@ -238,6 +238,7 @@ def test_a_checkpoint_that_is_saved_after_fit_holds_the_streams_of_the_run(tmp_p
     assert torch.equal(weights(6, tmp_path / "resumed", "must")[1], unbroken)
 
 
+@pytest.mark.e2e
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of sqlalchemy, to mlflow
 def test_runs_in_mlflow_have_names_of_their_own(tmp_path: Path) -> None:
     for number in range(3):

@@ -342,6 +342,7 @@ def train_sparsely(rank: int) -> Tensor:
     return model.embedding.weight.detach()
 
 
+@pytest.mark.e2e
 def test_sparse_gradients_train_on_several_processes() -> None:
     (alone,) = run_ranks(1, train_sparsely)
     for size in (2, 3):
@@ -401,6 +402,7 @@ def count_reductions(rank: int, seconds: float) -> tuple[int, int]:
     return step, len(calls)
 
 
+@pytest.mark.e2e
 def test_flags_are_reduced_by_time() -> None:
     # And twice at the end of fit, where they compare the model; in the first step two compare
     # whether all weigh their losses, and which gradients there are. These are reduced by torch's

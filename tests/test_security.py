@@ -128,6 +128,7 @@ def _train(rank: int, pipe: int, folder: Path) -> int:
     return 0
 
 
+@pytest.mark.e2e
 def test_messages_of_strangers_change_nothing(tmp_path: Path) -> None:
     job: Job
     with running(2, tmp_path, partial(_train, folder=tmp_path)) as job:

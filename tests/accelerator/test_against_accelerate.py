@@ -171,6 +171,7 @@ def _difference(name: str, size: int) -> Expected | None:
     return None
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("size", with_few([1], SIZES))
 def test_both_do_the_same(size: int) -> None:
     """All rows in one test: each other worker of pytest would start the processes again."""

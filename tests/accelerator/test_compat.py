@@ -227,6 +227,7 @@ def test_arguments_for_what_is_not_driven_must_be_none() -> None:
 # Scripts as they are.
 
 
+@pytest.mark.e2e
 @pytest.mark.usefixtures("warm_programs")
 def test_a_script_runs_as_it_is(tmp_path: Path) -> None:
     script = tmp_path / "script.py"

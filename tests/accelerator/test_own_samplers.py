@@ -141,6 +141,7 @@ def again(rank: int, folder: Path, load: bool, stop: int) -> list[list[int]]:
     return loop(Own(3), folder, load=load, stop=stop)
 
 
+@pytest.mark.e2e
 def test_two_processes_go_on_as_well(tmp_path: Path) -> None:
     whole = run_ranks(2, again, tmp_path / "whole", False, -1)
     run_ranks(2, again, tmp_path, False, 6)

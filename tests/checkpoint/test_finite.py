@@ -136,6 +136,7 @@ def sharded(rank: int, folder: Path) -> dict[int, bool]:
     return steps(folder)
 
 
+@pytest.mark.e2e
 def test_one_bad_shard_marks_the_checkpoint_of_all(tmp_path: Path) -> None:
     assert run_ranks(2, sharded, tmp_path) == [{2: True, 6: False}] * 2
     manifest = tmp_path / "checkpoints" / "step-00000006" / "manifest.json"

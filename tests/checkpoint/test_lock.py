@@ -128,6 +128,7 @@ def test_the_lock_is_given_back_and_can_be_taken_again(tmp_path: Path) -> None:
             RunLock(tmp_path).acquire()
 
 
+@pytest.mark.e2e
 def test_a_program_that_ends_with_a_lock_prints_nothing(tmp_path: Path) -> None:
     program = (
         "import torch; from trainkit import Accelerator\n"

@@ -178,6 +178,7 @@ def _cut(values: Tensor, region: ShardRegion) -> Tensor:
     return values[tuple(slice(o, o + n) for o, n in zip(region.offsets, region.sizes, strict=True))]
 
 
+@pytest.mark.e2e
 @settings(deadline=None, max_examples=300)
 @given(st.data())
 def test_runs_copy_what_two_boxes_have_in_common(data: st.DataObject) -> None:

@@ -31,6 +31,7 @@ def train(rank: int, folder: Path, resume: str | None) -> tuple[int, list[str]]:
     return entry.step, compared
 
 
+@pytest.mark.e2e
 def test_what_one_process_finds_broken_is_broken_for_all(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -220,6 +220,7 @@ def test_a_flip_between_two_checkpoints_is_narrowed_down(tmp_path: Path, diff: A
     assert "The checkpoints of step 4 are equal" in text
 
 
+@pytest.mark.e2e
 def test_other_processes_are_no_surprise(tmp_path: Path, diff: Any) -> None:
     b = tmp_path / "b"
     run_ranks(2, lambda rank: str(train(b, split_batches=True, strategy="ddp")))

@@ -54,6 +54,7 @@ def _rhythm(rank: int) -> list[list[int]]:
     return exchanged
 
 
+@pytest.mark.e2e
 def test_the_slowest_process_says_when_the_next_exchange_comes() -> None:
     expected = [[1, 33], [*range(1, 41, 5)], [*range(1, 41)], [*range(1, 41)]]
     assert run_ranks(2, _rhythm) == [expected] * 2

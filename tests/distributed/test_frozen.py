@@ -98,6 +98,7 @@ def _stop_and_let_the_last_find_it(rank: int) -> None:
     _stop_in_a_loop(rank, who=0, apart=False)
 
 
+@pytest.mark.e2e
 @LINUX
 def test_why_it_ended_is_told_where_the_last_process_finds_it_earlier(tmp_path: Path) -> None:
     job = _run(3, tmp_path, _stop_and_let_the_last_find_it)

@@ -75,6 +75,7 @@ def test_every_length_and_batch_size_gives_the_list_of_one_process(size: int) ->
     assert run_ranks(size, check_cases, cases) == [[]] * size
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("size", with_few([2], [1, 2, 4]))
 def test_random_cases_of_every_kind_give_the_list_of_one_process(size: int) -> None:
     cases = [random_case(seed, size) for seed in range(100)]

@@ -49,6 +49,7 @@ def _start(rank: int, folder: Path, shared: bool, kind: str) -> str:
     return ""
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("kind", ["trainer", "states"])
 def test_a_folder_that_machines_do_not_share_is_refused(kind: str, tmp_path: Path) -> None:
     try:

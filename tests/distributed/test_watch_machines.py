@@ -47,6 +47,7 @@ def _connect(rank: int) -> tuple[int, int | None]:
     return counted
 
 
+@pytest.mark.e2e
 def test_each_process_has_one_connection_to_process_0() -> None:
     assert run_ranks(4, _connect) == [(3, None), (0, 0), (0, 0), (0, 0)]
 
@@ -119,7 +120,9 @@ def _end_in_turn(rank: int, pipe: int, first: tuple[int, ...]) -> int:
     return 0
 
 
-@pytest.mark.parametrize("first", [(0,), (2,), (1, 2, 3)])
+@pytest.mark.parametrize(
+    "first", [(0,), *(pytest.param(each, marks=pytest.mark.e2e) for each in [(2,), (1, 2, 3)])]
+)
 def test_processes_of_several_machines_may_end_in_any_order(
     first: tuple[int, ...], tmp_path: Path
 ) -> None:

@@ -85,6 +85,7 @@ def log_steps(rank: int, batch_size: int, accumulation: int) -> Scalars:
     return watch.logged[0]
 
 
+@pytest.mark.e2e
 def test_figures_of_a_micro_batch_count_by_its_samples() -> None:
     ways = {(1, 6, 1): 2, (1, 2, 3): 6, (1, 3, 2): 4, (2, 3, 1): 4, (2, 1, 3): 11}
     for (size, batch_size, accumulation), calls in ways.items():

@@ -10,7 +10,7 @@ import pytest
 
 from tests.hosts.harness import ROOT, Host, everything_gone, hosts, needs_hosts, state
 
-pytestmark = needs_hosts
+pytestmark = [needs_hosts, pytest.mark.e2e]
 
 # Answers each line that comes in.
 SERVER = """

@@ -130,5 +130,6 @@ def train(rank: int, folder: Path) -> None:
     fit(make_trainer(callbacks=callbacks, output_dir=folder / "rows"))
 
 
+@pytest.mark.e2e
 def test_what_one_process_alone_may_have_is_trained_with(tmp_path: Path) -> None:
     run_ranks(2, train, tmp_path)

@@ -46,6 +46,7 @@ def test_tensors_of_parameters_cost_what_they_cost_in_a_raw_loop() -> None:
     assert abs(many["calls over raw"] - few["calls over raw"]) <= 2
 
 
+@pytest.mark.e2e
 def test_a_long_history_takes_no_more_memory_than_a_short_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

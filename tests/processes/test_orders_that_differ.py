@@ -71,6 +71,7 @@ def refuse(rank: int, kind: str) -> None:
     begin(0, kind, "ddp")  # which all draw alike
 
 
+@pytest.mark.e2e
 def test_another_order_on_one_process_is_refused() -> None:
     kinds = ("loader", "random", "own", "weights", "several")
     run_ranks(2, in_turn, refuse, [(kind,) for kind in kinds])

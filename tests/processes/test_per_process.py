@@ -303,6 +303,7 @@ def see(rank: int, folder: Path, steps: int, resume: str | None, size: int = 2) 
     return model.seen
 
 
+@pytest.mark.e2e
 def test_what_a_model_keeps_on_each_process_comes_back_to_it(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

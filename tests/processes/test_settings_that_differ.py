@@ -183,6 +183,7 @@ def alike(rank: int, folder: Path) -> None:
     fit(make_trainer())
 
 
+@pytest.mark.e2e
 def test_what_may_differ_is_let_through(tmp_path: Path) -> None:
     run_ranks(2, alike, tmp_path)
 
@@ -215,6 +216,7 @@ def own_loops(rank: int) -> list[str]:
     return texts
 
 
+@pytest.mark.e2e
 def test_the_same_holds_for_what_an_own_loop_prepares() -> None:
     expected = [
         r"prepare\(...\)\[1\].param_groups\[0\].lr`: process 0: 0.1; process 1: 1.1",
@@ -247,6 +249,7 @@ def traffic(rank: int) -> list[int]:
     return sent
 
 
+@pytest.mark.e2e
 def test_facts_that_are_alike_travel_as_one_number() -> None:
     # Settings before and after the optimizer is made, order, weights, lengths, names of the log,
     # and what the one evaluation evaluates.
@@ -388,6 +391,7 @@ def _measure(rank: int) -> str:
     return "\n".join(told)
 
 
+@pytest.mark.e2e
 def test_a_metric_that_is_another_function_on_one_process_is_refused() -> None:
     """Its figures would differ, and what watches them would end one process alone."""
     for told in run_ranks(2, _measure):

@@ -243,6 +243,7 @@ def test_a_port_that_is_taken_is_an_error_for_all(tasks: Tasks, listening: socke
     assert "The processes cannot meet at 127.0.0.1" in second[1]
 
 
+@pytest.mark.e2e
 def test_the_port_of_another_job_is_an_error_for_all(tasks: Tasks) -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     port = {"MASTER_PORT": str(store.port)}

@@ -12,6 +12,8 @@ import pytest
 
 from tests.helpers.warm import _servers, warm
 
+pytestmark = pytest.mark.e2e
+
 TELLS = """
 import atexit, json, os, sys, threading
 print(json.dumps({

@@ -61,6 +61,7 @@ def train(rank: int) -> tuple[dict[str, float], dict[str, float]]:
     return result.metrics, expected
 
 
+@pytest.mark.e2e
 def test_figures_are_those_by_hand_on_one_and_two_processes() -> None:
     found = [run_ranks(size, train) for size in (1, 2)]
     (alone, _), *_ = found[0]

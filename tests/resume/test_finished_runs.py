@@ -86,6 +86,7 @@ def _start_twice(rank: int, folder: Path) -> None:
         _start(folder, Skips({4}, "on_step_skipped"))
 
 
+@pytest.mark.e2e
 def test_a_finished_run_of_two_processes_writes_nothing_again(tmp_path: Path) -> None:
     run_ranks(2, _start_twice, tmp_path)
     assert _sessions(tmp_path)[1:] == [["start", "end"]]

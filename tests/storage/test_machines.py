@@ -43,6 +43,7 @@ def _stop() -> None:
     raise KeyError("stopped")
 
 
+@pytest.mark.e2e
 def test_machines_without_a_shared_folder_go_on_elsewhere_bit_equal(s3: S3, tmp_path: Path) -> None:
     address = "s3://bucket/apart"
     with pytest.raises(RanksError, match="stopped"):

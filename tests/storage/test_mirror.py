@@ -90,6 +90,7 @@ def test_two_processes_go_on_elsewhere(s3: S3, tmp_path: Path) -> None:
     assert _equal(found[0][1], whole[0][1])
 
 
+@pytest.mark.e2e
 def test_a_storage_that_fails_ends_no_training(
     s3: S3, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -313,6 +314,7 @@ def test_another_runs_checkpoint_under_the_same_name_is_left_alone(
     assert "holds another checkpoint than" in capfd.readouterr().out
 
 
+@pytest.mark.e2e
 def test_the_second_writer_is_refused(s3: S3, tmp_path: Path) -> None:
     process, gate = start(
         "s3://bucket/both", tmp_path / "a", At(1, partial(time.sleep, 600)), prints=tmp_path / "log"

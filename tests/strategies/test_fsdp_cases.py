@@ -586,6 +586,7 @@ def parts_used_by_one(rank: int) -> None:
         fit(model)
 
 
+@pytest.mark.e2e
 def test_what_only_some_processes_use_is_named_instead_of_waited_for() -> None:
     run_ranks(2, parts_used_by_one)
 

@@ -176,6 +176,7 @@ def compare(size: int, cases: list[Case]) -> None:
             assert of_rank[number].norms == found[0][number].norms
 
 
+@pytest.mark.e2e
 def test_two_processes_that_hold_a_model_together_train_as_one() -> None:
     compare(2, [Case(tensor, (1, 2)), Case(tensor, (1, 2), torch.float64, accumulation=2)])
 
