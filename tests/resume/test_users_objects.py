@@ -185,6 +185,23 @@ def test_parameters_that_get_other_names_are_told_at_the_first_save(
 best_of_all = 0.0
 
 
+class PrunesFirst(Callback):
+    """Prunes before a forward: by the weights that the last one made."""
+
+    def on_step_start(self, run: Run) -> None:
+        if run.state.step == CUT:
+            prune.l1_unstructured(run.module, "weight", amount=0.3)  # type: ignore[no-untyped-call]
+
+
+def test_a_resume_that_prunes_at_once_goes_by_the_weights_that_were(tmp_path: Path) -> None:
+    def prunes(model: nn.Module) -> list[Callback]:
+        prune.l1_unstructured(model, "weight", amount=0.3)  # type: ignore[no-untyped-call]
+        return [PrunesFirst()]
+
+    whole, _ = _train(tmp_path / "a", callbacks=prunes)
+    assert _train(tmp_path / "b", CUT, callbacks=prunes)[0] == whole
+
+
 def best(predictions: Tensor, references: Tensor) -> float:
     global best_of_all
     best_of_all = max(best_of_all, (predictions == references).float().mean().item())

@@ -241,10 +241,8 @@ def attributes_in(owner: Any) -> MutableMapping[str, Any]:
 def _slots_of(kind: type) -> list[str]:
     if kind.__module__ == _SHARED:
         return ["value"]
-    kinds = [each for each in kind.__mro__ if is_users(each)]
-    return [
-        n for each in kinds for n, v in vars(each).items() if isinstance(v, MemberDescriptorType)
-    ]
+    own = (pair for each in kind.__mro__ if is_users(each) for pair in vars(each).items())
+    return [name for name, value in own if isinstance(value, MemberDescriptorType)]
 
 
 def values_of(owner: Any) -> dict[str, Any]:
@@ -254,7 +252,8 @@ def values_of(owner: Any) -> dict[str, Any]:
     left_out: Collection[str] = ()
     if isinstance(owner, nn.Module):
         made = (name.removesuffix("_orig").removesuffix("_v") for name in parameters_of(owner))
-        left_out = {*OF_EVERY_MODULE, *made}  # pruning and norms of weights make them in a forward
+        # Norms of weights make them in a forward; pruning too, but it reads what the last one made.
+        left_out = {*OF_EVERY_MODULE, *(n for n in made if not hasattr(owner, f"{n}_mask"))}
     elif hasattr(type(owner), "on_fit_start"):
         left_out = _saved_by_shipped(owner.__class__)
     return {
