@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD
+from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
@@ -73,6 +73,15 @@ class Frozen(nn.Linear):
         self.requires_grad_(False)
 
 
+class ByEpoch(LambdaLR):
+    """Is told the epoch, as schedulers of timm are."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.step = lambda epoch=None: None  # type: ignore[method-assign]
+        super().__init__(optimizer, lambda epoch: 1.0)
+        self.step = lambda epoch, metric=None: None  # type: ignore[method-assign,assignment,misc]
+
+
 FOREIGN = SGD(nn.Linear(3, 1).parameters(), lr=0.1)
 
 
@@ -85,7 +94,8 @@ FOREIGN = SGD(nn.Linear(3, 1).parameters(), lr=0.1)
         ({"optimizer": FOREIGN}, "2 of the 2 parameters of the optimizer are not parameters of"),
         ({"optimizer": lambda parameters: None}, "must return a `torch.optim.Optimizer`"),
         ({"lr_scheduler": LambdaLR(FOREIGN, lambda step: 1.0)}, "belongs to another optimizer"),
-        ({"lr_scheduler": ReduceLROnPlateau}, "must know which metric to watch"),
+        ({"lr_scheduler": ReduceLROnPlateau}, "Plateau.step` needs an argument.*for a metric"),
+        ({"lr_scheduler": ByEpoch}, "`ByEpoch.step` needs an argument.*for the epoch, call"),
         (
             {"lr_scheduler": lambda _: LRSchedule(ReduceLROnPlateau, metric="eval/loss")},  # type: ignore[arg-type]
             r"given a 'type'. Make it with the optimizer: `lr_scheduler=lambda optimizer:",

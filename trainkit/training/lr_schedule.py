@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from inspect import signature
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
@@ -51,11 +52,14 @@ class LRSchedule:
                 f"{type(self.scheduler).__name__!r}. Make it with the optimizer: "
                 "`lr_scheduler=lambda optimizer: LRSchedule(make(optimizer), ...)`."
             )
-        if isinstance(self.scheduler, ReduceLROnPlateau) and self.metric is None:
+        try:
+            if self.metric is None:
+                signature(self.scheduler.step).bind()
+        except TypeError:
             raise ConfigError(
-                "`ReduceLROnPlateau` must know which metric to watch. Return "
-                '`LRSchedule(scheduler, metric="eval/loss")` from the scheduler callable.'
-            )
+                f"`{self.kind}.step` needs an argument. Return `LRSchedule(scheduler, metric=...)` "
+                "for a metric; for the epoch, call it in `on_epoch_end` of a callback that has it."
+            ) from None
 
     @property
     def kind(self) -> str:
