@@ -94,7 +94,7 @@ FOREIGN = SGD(nn.Linear(3, 1).parameters(), lr=0.1)
         ({"optimizer": FOREIGN}, "2 of the 2 parameters of the optimizer are not parameters of"),
         ({"optimizer": lambda parameters: None}, "must return a `torch.optim.Optimizer`"),
         ({"lr_scheduler": LambdaLR(FOREIGN, lambda step: 1.0)}, "belongs to another optimizer"),
-        ({"lr_scheduler": ReduceLROnPlateau}, "Plateau.step` needs an argument.*for a metric"),
+        ({"lr_scheduler": ReduceLROnPlateau}, "Plateau.step` needs an argument.*For a metric"),
         ({"lr_scheduler": ByEpoch}, "`ByEpoch.step` needs an argument.*for the epoch, call"),
         (
             {"lr_scheduler": lambda _: LRSchedule(ReduceLROnPlateau, metric="eval/loss")},  # type: ignore[arg-type]

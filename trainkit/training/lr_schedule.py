@@ -57,8 +57,8 @@ class LRSchedule:
                 signature(self.scheduler.step).bind()
         except TypeError:
             raise ConfigError(
-                f"`{self.kind}.step` needs an argument. Return `LRSchedule(scheduler, metric=...)` "
-                "for a metric; for the epoch, call it in `on_epoch_end` of a callback that has it."
+                f"`{self.kind}.step` needs an argument. For a metric return `LRSchedule(scheduler, "
+                'metric="eval/loss")`; for the epoch, call it in `on_epoch_end` of a callback.'
             ) from None
 
     @property
