@@ -97,11 +97,7 @@ def _after(first: Window, windows: Windows) -> Windows:
 
 
 def _find(run: Run, micro_batch: MicroBatch) -> int | None:
-    """Return the size of the largest pieces that fit everywhere; None where no cut is needed.
-
-    Raises:
-        ConfigError: Not even one sample fits on some process.
-    """
+    """Return the size of the largest pieces that fit everywhere; None where no cut is needed."""
     largest = max(micro_batch.counts)
     with MemoryTrial(run, micro_batch) as trial:
         if trial.fits(largest):

@@ -126,11 +126,7 @@ class Logger(Callback):
         log(name, value, run.state.step)
 
     def _at_work(self, given: str = "histogram") -> Any:
-        """Return the tracker, for a histogram or the like.
-
-        Raises:
-            ConfigError: There is none.
-        """
+        """Return the tracker, for a histogram or the like."""
         if self._tracker is None:
             raise ConfigError(
                 f"`{self.name}` was given `add_{given}`, but is not among the callbacks of the "

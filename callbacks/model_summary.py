@@ -115,7 +115,6 @@ def model_rows(model: nn.Module, depth: int, outputs: Mapping[nn.Module, str]) -
 
     Args:
         depth: Levels of modules to show below the model.
-        outputs: What modules gave, as text.
     """
     seen: set[nn.Parameter] = set()  # those of the rows that are complete
 
@@ -179,7 +178,6 @@ def model_table(model: nn.Module, depth: int, outputs: Mapping[nn.Module, str]) 
 
     Args:
         depth: Levels of modules to show below the model.
-        outputs: What modules gave, as text.
     """
     rows = model_rows(model, depth, outputs)
     cells = [("module", "type", "output", "parameters ", "trained"), *map(_cells, rows)]

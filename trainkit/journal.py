@@ -108,9 +108,6 @@ def read(run: str | os.PathLike[str]) -> Journal:
     """Read the journal in a run's directory; a run may be under way.
 
     A line that is none of a journal is left out, with a warning that names the first.
-
-    Raises:
-        ConfigError: There is none, or it does not say how the run was started.
     """
     path = Path(run) / JOURNAL
     if not path.is_file():

@@ -8,18 +8,7 @@ from trainkit.training.run import Run
 
 
 def log_place(run: Run, given: str | Path | None, name: str, *, owner: str, argument: str) -> Path:
-    """Return `given`, or else `name` in the run's output directory.
-
-    Args:
-        run: The run that is logged.
-        given: What the user passed to the logger.
-        name: Of the file or folder in the output directory.
-        owner: The logger, for the error.
-        argument: What `given` is called there.
-
-    Raises:
-        ConfigError: Neither is there.
-    """
+    """Return `given`, or else `name` in the run's output directory."""
     if given is not None:
         return run.place(absolute(given, argument))
     if run.output_dir is None:

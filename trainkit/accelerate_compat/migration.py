@@ -33,15 +33,7 @@ class Migration:
 
 
 def migrated(source: bytes, path: str) -> Migration:
-    """Rewrite the imports of a script.
-
-    Args:
-        source: Its bytes, in whatever encoding it declares.
-        path: What errors call it.
-
-    Raises:
-        ConfigError: It is no Python.
-    """
+    """Rewrite the imports of a script."""
     try:
         encoding, _ = tokenize.detect_encoding(io.BytesIO(source).readline)
         text = source.decode(encoding)

@@ -32,14 +32,8 @@ def import_accelerate(
     takes. Files that are pickles are read by torch's restricted reader, and only so.
 
     Args:
-        source: The folder that `save_state` wrote.
         skip: Names of files that are left out.
         step: Of the new checkpoint; None: the updates that the optimizer has counted, else 0.
-
-    Raises:
-        CheckpointError: A file is unknown, broken or refused, or holds what a checkpoint cannot;
-            names it. Nothing is written then.
-        ConfigError: `skip` names a file that is not there.
     """
     if not source.is_dir():
         raise CheckpointError(f"There is no folder `{source}`.", path=source)

@@ -131,11 +131,9 @@ class Accumulation:
             self.divisor = num_steps
 
     def state_dict(self) -> dict[str, int]:
-        """Return where the windows are."""
         return {"count": self.count, "in_window": self._in_window, "divisor": self.divisor}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on where `state_dict` was called."""
         self.count, self._in_window = state["count"], state["in_window"]
         self.divisor = state["divisor"]
 

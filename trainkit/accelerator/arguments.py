@@ -54,11 +54,7 @@ HANDLERS = (
 
 
 class Handlers:
-    """What `kwargs_handlers` has.
-
-    Raises:
-        ConfigError: One is of another kind.
-    """
+    """What `kwargs_handlers` has."""
 
     def __init__(self, given: Sequence[Any] | None) -> None:
         self._given = given or ()
@@ -172,10 +168,7 @@ def chosen_strategy(
     """Return the strategy that the user or the launcher asks for; None where nobody does.
 
     Args:
-        strategy: What the user said.
-        fsdp_plugin: The same in Accelerate's way.
         hook: The communication hook of the DDP that there is without a strategy.
-        parallelism: What says how large groups are.
     """
     given: Any = strategy or fsdp_plugin
     if isinstance(given, FullyShardedDataParallelPlugin):

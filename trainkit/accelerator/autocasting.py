@@ -35,12 +35,7 @@ class InnerFP8(FP8):
 
 
 class InAutocast:
-    """A forward under autocast.
-
-    Args:
-        forward: The forward that it stands for.
-        context: Makes the context that it runs in.
-    """
+    """A forward under autocast."""
 
     def __init__(
         self, forward: Callable[..., Any], context: Callable[[], AbstractContextManager[object]]
@@ -72,7 +67,6 @@ def unwrap(
     """Return the module inside of data parallelism.
 
     Args:
-        model: Prepared or not.
         keep_fp32_wrapper: Whether its forward still runs under autocast, and in float8.
         keep_torch_compile: Whether a model that `torch.compile` returned stays compiled.
     """

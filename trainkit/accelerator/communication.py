@@ -22,11 +22,7 @@ class DDPCommunicationHookType(StrEnum):
 def checked_hooks(
     hook: str, wrapper: str, options: Mapping[str, Any]
 ) -> tuple[DDPCommunicationHookType, DDPCommunicationHookType]:
-    """Return the hook and what wraps it.
-
-    Raises:
-        ConfigError: One is not known, or a setting would have no effect.
-    """
+    """Return the hook and what wraps it."""
     kinds = DDPCommunicationHookType
     known = {"comm_hook": (hook, [*kinds]), "comm_wrapper": (wrapper, [*kinds][:3])}
     for name, (value, allowed) in known.items():

@@ -46,7 +46,6 @@ class DispatchedShare(SharedLoader):
 
     Args:
         reader: The loader as process 0 reads it alone; the others only ask it for its length.
-        sharing: How its batches are shared out.
     """
 
     def __init__(self, reader: SharedLoader, sharing: Sharing) -> None:
@@ -124,7 +123,6 @@ class DispatchedShare(SharedLoader):
         Args:
             node: The whole, with what completes it.
             total: Its real samples.
-            last: Whether the pass ends with it.
         """
         share = -(-total // self._size)
         start = self._rank * share

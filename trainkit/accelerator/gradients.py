@@ -28,9 +28,6 @@ class Gradients:
     share a backward share its scale.
 
     Args:
-        accumulation: Tells the windows.
-        precision: Tells the number format.
-        strategy: Tells how gradients lie on the processes.
         models: Those that are prepared, whose parameters an error names.
         scaled: Whether fp16 scales losses.
     """
@@ -79,11 +76,7 @@ class Gradients:
         return [p for p in found if p.grad is not None]
 
     def backward(self, loss: Any, **kwargs: Any) -> None:
-        """Add the gradients of `loss`, divided by the size of the window, to the others.
-
-        Raises:
-            ConfigError: `loss` is no scalar tensor.
-        """
+        """Add the gradients of `loss`, divided by the size of the window, to the others."""
         if not isinstance(loss, Tensor):
             raise ConfigError(f"`loss` must be a scalar tensor, but is a {type(loss).__name__}.")
         if loss.numel() != 1 and kwargs.get("gradient") is None:
@@ -105,11 +98,7 @@ class Gradients:
         self._used.clear()
 
     def unscale_once(self, optimizer: Optimizer) -> bool:
-        """Make the gradients of an optimizer final, once a window; return whether they overflowed.
-
-        Raises:
-            ConfigError: The window is not complete, and its gradients are scaled.
-        """
+        """Make the gradients of an optimizer final, once a window; return if they overflowed."""
         key = id(optimizer)
         window, overflowed = self._unscaled.get(key, (-1, False))
         if window == self._accumulation.window:

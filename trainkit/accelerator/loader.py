@@ -30,7 +30,6 @@ class Sharing:
 
     Args:
         device: Where the batches go, by themselves if `moves`.
-        configuration: The rules.
         rng_types: Which generators are those of process 0 when a pass begins: "generator" (the
             sampler's own), "torch", the type of a device.
         active: Told where a pass is, and which samples of a batch are real.
@@ -89,7 +88,6 @@ class SharedLoader(DataLoader[Any], ABC):
         Sets `_order` and `_length` before the first.
 
         Args:
-            skip: How many are left out.
             resumption: What was saved inside of the pass, where it goes on.
         """
 
@@ -258,7 +256,6 @@ class SkippedLoader(DataLoader[Any]):
 
     Args:
         source: A prepared loader, which does not read what is left out, or any other.
-        skipped: Number of batches to leave out.
     """
 
     def __init__(self, source: Any, skipped: int) -> None:
@@ -267,14 +264,12 @@ class SkippedLoader(DataLoader[Any]):
 
     @override
     def __iter__(self) -> Any:
-        """Return the batches that are left."""
         if isinstance(self.source, SharedLoader):
             return self.source.iterate(self.skipped)
         return islice(self.source, self.skipped, None)
 
     @override
     def __len__(self) -> int:
-        """Return the number of batches that are left."""
         return max(0, len(self.source) - self.skipped)
 
     def __getattr__(self, name: str) -> Any:

@@ -34,7 +34,6 @@ class MappedShare(SharedLoader):
     epoch and sample, so it differs between samples and not between runs (rule 13).
 
     Args:
-        inner: Reads the batches of this process from the user's loader.
         seed: What set the order apart from others, equal on all processes.
     """
 

@@ -68,12 +68,7 @@ class Registry:
 
 
 class ConfiguredDDP(DDP):
-    """DDP with the settings of the user.
-
-    Args:
-        settings: Of `DistributedDataParallel`.
-        device: Where the model runs.
-    """
+    """DDP with the settings of the user."""
 
     def __init__(self, settings: DistributedDataParallelKwargs, device: torch.device) -> None:
         super().__init__(device=device)
@@ -117,7 +112,6 @@ class Preparer:
     Args:
         autocast: How models run that are prepared from now on.
         compilation: Arguments of `torch.compile`; None: models are not compiled.
-        registry: Where what was prepared is noted.
     """
 
     autocast: AutocastKwargs
@@ -236,9 +230,7 @@ class Preparer:
         """Return a model as the loop calls it.
 
         Args:
-            model: The user's.
             moved: Whether it moves to the device; None: as the settings say, here and below.
-            evaluation_mode: It is only evaluated.
         """
         for known in self.registry.models:
             if model is unwrapped(known):

@@ -58,12 +58,10 @@ class PreparedScheduler:
                 self.scheduler.step(*args, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the scheduler inside."""
         state: dict[str, Any] = self.scheduler.state_dict()
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Give the state to the scheduler inside."""
         self.scheduler.load_state_dict(state_dict)
 
     def go_on(
@@ -94,13 +92,7 @@ class PreparedScheduler:
 
 
 def shares_of(loaders: Sequence[Any], saved: Mapping[str, Any], num_steps: int) -> dict[str, Any]:
-    """Return what `PreparedScheduler.go_on` asks of loaders and windows.
-
-    Args:
-        loaders: The prepared ones.
-        saved: What a state has of the loop.
-        num_steps: Micro-batches of a window.
-    """
+    """Return what `PreparedScheduler.go_on` asks of loaders and windows."""
     name = "samples of a global batch"
     facts = [each.get("facts", {}).get(name) for each in saved["loaders"]]
     pairs = zip(loaders, facts, strict=False)

@@ -125,11 +125,7 @@ class LoadedState:
 
 @dataclass(frozen=True, slots=True)
 class StateContents:
-    """All that is saved.
-
-    Args:
-        strategy: Tells whether models are sharded.
-    """
+    """All that is saved."""
 
     registry: Registry
     strategy: Strategy
@@ -154,11 +150,7 @@ class StateContents:
         check_replicas(self.strategy, self._parameters(), optimizers, "in `save_state`")
 
     def of_all(self, take_models: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return what this process writes where all of them save.
-
-        Args:
-            take_models: Returns the states of the models by their parts.
-        """
+        """Return what this process writes where all of them save."""
 
         def take() -> tuple[tuple[dict[str, Any], dict[str, Any]], dict[str, Any]]:
             models = take_models()
@@ -189,8 +181,6 @@ class StateContents:
         """Return a state, of the models only those in `models`.
 
         Args:
-            path: The checkpoint.
-            models: The models by their parts.
             strict: False: entries that a model lacks are left out, and those that the state lacks
                 keep their values.
         """
@@ -295,7 +285,6 @@ class StateContents:
 
         Args:
             parts: The parts for all processes, in their form.
-            models: The models that are loaded, by their parts.
             parameters: The parameters by their names in states of optimizers.
             position: Where the loaders are, and the open gradients.
             goes_on: Whether passes of loaders go on where they were.

@@ -47,7 +47,6 @@ class StateDirectory:
         """Return the folder that the next state is saved to; it exists on return.
 
         Args:
-            output_dir: What the user said.
             processes: Those that save. The first of them chooses the number.
 
         Raises:
@@ -101,7 +100,6 @@ class StateDirectory:
 
         Args:
             input_dir: What the user said; by default the newest state that is whole.
-            read: Reads a checkpoint.
             report: Told of each state that is passed over.
         """
 

@@ -39,11 +39,7 @@ class StateSaver:
         self._has_warned = False
 
     def register(self, objects: Sequence[Any]) -> None:
-        """Save and load more objects with every state.
-
-        Raises:
-            ConfigError: One has no `state_dict` and `load_state_dict`.
-        """
+        """Save and load more objects with every state."""
         wrong = [
             f"Item at index {index}, a `{type(thing).__name__}`"
             for index, thing in enumerate(objects)
@@ -126,7 +122,6 @@ class StateSaver:
         self._directory.release()
 
     def _save(self, output_dir: Any, *, checks: bool) -> str:
-        """Save on all processes."""
         if checks:
             self._contents.check_replicas()
         folder = self._directory.for_saving(output_dir, self._processes)

@@ -63,7 +63,6 @@ class Trackers:
 
     Args:
         wanted: What `log_with` names: a name, "all", a tracker, or a list of these.
-        project: Where logs go.
         processes: The processes of the job; most trackers are at work on the main one only.
 
     Raises:
@@ -88,11 +87,6 @@ class Trackers:
         self, run_name: str, config: Mapping[str, Any] | None, options: Mapping[str, Any]
     ) -> None:
         """Start the trackers, those of the main process only there.
-
-        Args:
-            run_name: Name of the run.
-            config: Settings of the run, to be noted.
-            options: Arguments of trackers by their names.
 
         Raises:
             ConfigError: A tracker lacks its folder, or two write to one place.
@@ -144,7 +138,6 @@ class Trackers:
         )
 
     def finish(self) -> None:
-        """End all trackers."""
         for tracker in self.at_work:
             tracker.finish()
         self.at_work.clear()

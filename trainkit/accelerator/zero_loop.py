@@ -51,12 +51,8 @@ class LoopDeepSpeed(DeepSpeed):
         """Return what `prepare` is given, placeholders replaced by what the configuration asks for.
 
         Args:
-            objects: What `prepare` was given.
             steps: Micro-batches of a window.
             split: Whether batch sizes are those of all processes together.
-
-        Raises:
-            ConfigError: The configuration says otherwise than what the loop does.
         """
         made, size = list(objects), self.processes.size
         for index, thing in enumerate(made):

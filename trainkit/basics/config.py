@@ -202,11 +202,7 @@ class Watchdog:
 
 
 def as_timeout(value: Any, name: str) -> timedelta:
-    """Return a setting that is a `timedelta` or a number of seconds.
-
-    Raises:
-        ConfigError: It is neither, or not positive.
-    """
+    """Return a setting that is a `timedelta` or a number of seconds."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     # A thousandth of a second is the smallest that torch counts.
     if number and 1e-3 <= value <= 1e9:
@@ -223,9 +219,6 @@ def checked(target: T) -> T:
 
     What is annotated by more than classes or a `Literal`, such as a callable or a list of
     something, is not looked at.
-
-    Raises:
-        ConfigError: When it is called: names all arguments that are wrong or unknown.
     """
     if isinstance(target, type):
         made: Any = target
@@ -277,9 +270,6 @@ def check_argument(name: str, value: object, annotation: Any) -> None:
 
     Args:
         annotation: What it must be, such as `str | Path | None`.
-
-    Raises:
-        ConfigError: It is something else.
     """
     problem = _wrong(name, value, annotation)
     if problem:

@@ -17,7 +17,6 @@ class _Lasting:
 
     Args:
         stream: The real one, or what a program has put in its place; all but writing is left to it.
-        name: Which it is.
     """
 
     def __init__(self, stream: Any, name: str) -> None:
@@ -33,7 +32,6 @@ class _Lasting:
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
-        """Write texts, one after the other."""
         for line in lines:
             self.write(line)
 

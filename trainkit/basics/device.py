@@ -44,11 +44,7 @@ def is_accelerator(device: torch.device) -> bool:
 
 
 def check_present(device: torch.device) -> None:
-    """Raise if torch knows a device, but this machine does not have it.
-
-    Raises:
-        ConfigError: It has none of that type, or not so many.
-    """
+    """Raise if torch knows a device, but this machine does not have it."""
     kind, count = accelerator_kind(), accelerator_count()
     if device.type in ("cpu", "meta") or (device.type == kind and (device.index or 0) < count):
         return
@@ -61,11 +57,7 @@ def check_present(device: torch.device) -> None:
 
 
 def collective_backend(device: torch.device) -> str:
-    """Return the name of the back end of `torch.distributed` that moves tensors of a device.
-
-    Raises:
-        ConfigError: There is none.
-    """
+    """Return the name of the back end of `torch.distributed` that moves tensors of a device."""
     backend = torch.distributed.Backend.default_device_backend_map.get(device.type)
     if backend is not None and torch.distributed.is_backend_available(backend):
         return str(backend)

@@ -28,10 +28,6 @@ def plain(given: Any, argument: str = "hparams") -> dict[str, Any]:
 
     Args:
         given: A mapping, a dataclass or a namespace, nested as one likes; None: there are none.
-        argument: What it is called, for errors.
-
-    Raises:
-        ConfigError: Something in it cannot be written; names its key and its type.
     """
     try:
         values = {} if given is None else _value(given, argument)

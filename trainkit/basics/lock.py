@@ -57,11 +57,7 @@ class RunLock:
         return known
 
     def acquire(self) -> Self:
-        """Take the lock.
-
-        Raises:
-            CheckpointError: Somebody else holds it, or the directory cannot be written to.
-        """
+        """Take the lock."""
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | ITSELF, 0o644)
@@ -88,9 +84,6 @@ class RunLock:
         """Make sure that the path of the directory still leads to the one that was locked.
 
         One that was removed meanwhile is made and locked anew.
-
-        Raises:
-            CheckpointError: Another one has its place.
         """
         try:
             if _identity(self.directory) == self._identity:

@@ -21,10 +21,6 @@ def absolute(path: object, argument: str, *, stored: bool = False) -> Path:
     Args:
         stored: Whether it may be the address of a storage, such as `s3://bucket/run`: a folder of
             this machine is returned then, which the caller mirrors. `address_of` tells it.
-
-    Raises:
-        ConfigError: It is no path, an address that is not supported, or a relative path in a
-            working directory that is gone.
     """
     if not isinstance(path, str | os.PathLike):
         raise ConfigError(f"`{argument}` must be a path, but is {path!r}.")
@@ -78,15 +74,7 @@ def fetched(folder: Path) -> Path:
 
 
 def check_folder(folder: Path, owner: str) -> None:
-    """Make a folder, and try to write a file in it.
-
-    Args:
-        folder: An absolute path.
-        owner: Who writes there, for the error.
-
-    Raises:
-        ConfigError: It cannot be written to; says why.
-    """
+    """Make a folder, and try to write a file in it."""
     trial = folder / f".trainkit-trial-{os.urandom(6).hex()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)

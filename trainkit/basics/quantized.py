@@ -35,9 +35,6 @@ def hold_quantized(model: nn.Module) -> None:
     On some CPUs the library packs a weight anew in the first forward that is none of training. That
     rounds its scales, and no gradient passes such a weight, not even to other layers. And what
     `state_dict` returns of it `load_state_dict` refuses. Every face calls this with each model.
-
-    Raises:
-        ConfigError: A weight was packed anew.
     """
     if "bitsandbytes" not in sys.modules:
         return

@@ -31,9 +31,6 @@ def find_task(env: Mapping[str, str]) -> dict[str, str] | None:
     """Return the place of this process, one of several tasks of `srun` or `mpirun`; else None.
 
     A batch script and an interactive shell are no tasks, whatever the job has asked for.
-
-    Raises:
-        ConfigError: The variables of Slurm contradict each other.
     """
     for names in _MPI:
         if all(name in env for name in names):
@@ -86,11 +83,7 @@ def in_torchrun_words(env: Mapping[str, str]) -> Mapping[str, str]:
 
 
 def refuse_alone(env: Mapping[str, str]) -> None:
-    """Refuse a process that was meant to be one of several, and that nobody has told its place.
-
-    Raises:
-        ConfigError: It would train alone on all the data; says what to write.
-    """
+    """Refuse a process that was meant to be one of several, and that nobody has told its place."""
     if _is_shell(env) and env.get("SLURM_STEP_NUM_TASKS", "1") != "1" and "RANK" not in env:
         raise ConfigError(
             f"This terminal is the first of {env['SLURM_STEP_NUM_TASKS']} tasks (`srun --pty`). "

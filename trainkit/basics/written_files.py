@@ -14,15 +14,7 @@ _MOST_WAITING = 10_000  # lines that are kept for a disk that takes none
 
 
 def check_file(path: Path, owner: str) -> None:
-    """Try to write where a file is to be; one that is there stays as it is.
-
-    Args:
-        path: An absolute path.
-        owner: Who writes there, for the error.
-
-    Raises:
-        ConfigError: It cannot be written; says why.
-    """
+    """Try to write where a file is to be; one that is there stays as it is."""
     if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
         return  # a pipe or a device
     check_folder(path.parent, owner)
@@ -60,10 +52,6 @@ def giving_up(
 def replace_file(path: Path, content: bytes | Iterable[bytes]) -> None:
     """Write a file, all of it or nothing, so that a power cut keeps it; an earlier one goes.
 
-    Args:
-        path: Where.
-        content: The whole, or its pieces in order.
-
     Raises:
         OSError: It cannot be written; the earlier one is as it was.
     """
@@ -84,10 +72,6 @@ class Lines:
     """Appends lines to a file, each at once; a disk that takes none warns, and ends no training.
 
     What could not be written is tried again with the next line.
-
-    Args:
-        path: The file; it is made where it is missing.
-        owner: Who writes, for the warning.
     """
 
     def __init__(self, path: Path, owner: str) -> None:
@@ -115,7 +99,6 @@ class Lines:
                 )
 
     def size(self) -> int:
-        """Return the bytes of the file."""
         return os.fstat(self._file.fileno()).st_size
 
     def sync(self) -> None:

@@ -134,7 +134,6 @@ def states_for(
     """Return the states that this process takes from a checkpoint, and what is in the way.
 
     Args:
-        owners: Those of this process.
         common: What process 0 saved for all, by kind.
         parts: What each process saved; only that of this process where `same_size`.
         same_size: Whether as many processes saved it.

@@ -41,11 +41,7 @@ class _Job:
 
 
 def check_unused(directory: Path) -> None:
-    """Raise where a new training would save beside the checkpoints of an earlier one.
-
-    Raises:
-        ConfigError: There are some; says how to go on from them.
-    """
+    """Raise where a new training would save beside the checkpoints of an earlier one."""
     resume = (
         'Pass `fit(..., resume="auto")` to go on from it, `Trainer(..., new_run=True)` to give '
         "each run a folder of its own in there, or"

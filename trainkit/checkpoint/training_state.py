@@ -270,7 +270,6 @@ def check_optimizer(
     """Check what `named_optimizer_state` returned, of which optimizers of torch try each state.
 
     Args:
-        parameters: By name.
         strict: Whether the same version of torch wrote it, which knows the same keys.
     """
     check_form(saved, _OPTIMIZER)

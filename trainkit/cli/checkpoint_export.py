@@ -29,10 +29,8 @@ def export_checkpoint(
 
     Args:
         checkpoint: The folder of one checkpoint; every byte of it is verified first.
-        directory: Where the files go; an earlier export there is replaced.
         part: A dict of tensors by name, such as "model". None: the model with the weights that its
             metrics are of, such as the average of `EMA`.
-        max_shard_size: Largest size of a file.
 
     Raises:
         CheckpointError: The checkpoint is broken, or has no such part; or writing failed.

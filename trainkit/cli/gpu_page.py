@@ -28,9 +28,6 @@ def write_page(path: Path, further: Sequence[str] = ()) -> int:
     Args:
         path: Of the page, in Markdown.
         further: Commands to run besides, as a shell reads them.
-
-    Raises:
-        ConfigError: There is no accelerator.
     """
     kind, count = accelerator_kind(), accelerator_count()
     if kind is None:

@@ -75,12 +75,7 @@ def find_parting(a: Path, b: Path, whole: Whole) -> Parting:
     """Compare the runs in two directories, window by window, and what they were made of.
 
     Args:
-        a: The directory of one run.
-        b: That of the other.
         whole: Returns where the contents of a checkpoint are.
-
-    Raises:
-        ConfigError: One is no such run, or they have no window in common.
     """
     if realpath(a) == realpath(b):
         raise ConfigError(f"`{a}` and `{b}` are one run. Pass two.")
@@ -163,8 +158,6 @@ def _made_differences(
     """Yield what differs in how two processes were started.
 
     Args:
-        headers: Of the journals.
-        folders: Of the runs.
         parts: Whether the runs part; then settings that change no update are no cause.
     """
     left, right = map(_made, headers, folders)

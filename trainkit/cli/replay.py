@@ -77,11 +77,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _command(header: Mapping[str, Any], given: Sequence[str]) -> list[str]:
-    """Return what starts the run again, all its processes on this machine.
-
-    Raises:
-        ConfigError: It is not known.
-    """
+    """Return what starts the run again, all its processes on this machine."""
     words = list(given) or header["start"].get("command")
     if words is None:
         raise ConfigError(

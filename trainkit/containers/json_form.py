@@ -81,7 +81,6 @@ class Encoder:
         raise self.refused(f"is a `{kind.__module__}.{kind.__qualname__}` {text[:200]}".rstrip())
 
     def put(self, value: Any) -> Any:
-        """Return the form of any value."""
         self._count += 1
         if self._count > self._most:
             raise self.refused(
@@ -115,7 +114,6 @@ class Encoder:
         return [list(pair) for pair in zip(keys, values, strict=True)]
 
     def put_bytes(self, data: bytes) -> Any:
-        """Return the form of a string of bytes."""
         if len(data) <= _INLINE or self.is_inline:
             return {"$bytes": base64.b64encode(data).decode("ascii")}
         return {"$blob": self.store(len(data), lambda: memoryview(data))}
@@ -235,7 +233,6 @@ class Decoder:
         raise NotImplementedError
 
     def get(self, node: Any) -> Any:
-        """Return the value of any node."""
         if type(node) not in (list, dict):
             return node
         if self._depth == _DEEPEST_JSON:
@@ -264,13 +261,11 @@ class Decoder:
         return found
 
     def get_sequence(self, node: Any) -> list[Any]:
-        """Return the values of a list."""
         if type(node) is not list:
             raise ValueError(f"a list is expected, but there is a {type(node).__name__}")
         return [self.get(item) for item in node]
 
     def get_array(self, node: Any) -> Any:
-        """Return an array of NumPy."""
         import numpy
 
         text, shape, data = node
@@ -285,7 +280,6 @@ class Decoder:
         return numpy.zeros(shape, dtype)  # empty strings, which have no bytes at all
 
     def get_dtype(self, name: Any) -> Any:
-        """Return a dtype of torch."""
         import torch
 
         dtype = getattr(torch, name)

@@ -66,14 +66,10 @@ def parse(value: Any, size: int | None, path: str, known: dict[str, type]) -> No
     """Return where the entries of `value` are.
 
     Args:
-        value: Any nesting of containers.
         size: Samples of the batch: the entries that must be there. None: any number, and a tensor
             without dimensions has one.
         path: Names `value` in errors.
         known: Takes up the classes of the containers, by name.
-
-    Raises:
-        DataError: Something in `value` has not `size` entries.
     """
     if is_array(value):
         if hasattr(value, "filled"):
@@ -102,11 +98,7 @@ def parse(value: Any, size: int | None, path: str, known: dict[str, type]) -> No
 
 
 def as_samples(value: Any, size: int | None, path: str) -> Samples:
-    """Return a list or tuple as one entry for each sample, whatever it holds.
-
-    Raises:
-        DataError: It is neither, or not `size` long.
-    """
+    """Return a list or tuple as one entry for each sample, whatever it holds."""
     if not isinstance(value, list | tuple):
         raise _no_entries(value, size, path)
     if size is not None and len(value) != size:
@@ -370,11 +362,7 @@ def _filled_up(rows: list[Any], pad_value: float | None, path: str) -> list[Any]
 
 
 def _fill(dtype: Any, pad_value: float | None, path: str) -> Any:
-    """Return what rows of `dtype` are filled up with.
-
-    Raises:
-        DataError: There is no value that cannot be data, or `pad_value` is none of that type.
-    """
+    """Return what rows of `dtype` are filled up with."""
     is_float, is_signed, limits = _kind_of(dtype)
     if pad_value is None:
         if is_float or is_signed:

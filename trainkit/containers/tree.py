@@ -86,15 +86,7 @@ def map_children(tree: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def named_tensors(tree: Any, path: str) -> list[tuple[str, Tensor]]:
-    """Return the tensors in any nesting of containers, in order, each with its place.
-
-    Args:
-        tree: A tensor, or a nesting of nothing but tensors.
-        path: Names `tree`.
-
-    Raises:
-        DataError: There is something else than a tensor.
-    """
+    """Return the tensors in any nesting of containers, in order, each with its place."""
     if isinstance(tree, Tensor):
         return [(path, tree)]
     if not is_container(tree):
@@ -128,11 +120,7 @@ def copy_containers(tree: Any) -> Any:
 
 
 def count_samples(batch: Any) -> int:
-    """Return the first tensor's first dimension, or else the length of the first list of leaves.
-
-    Raises:
-        DataError: `batch` holds neither.
-    """
+    """Return the first tensor's first dimension, or else the length of the first list of leaves."""
     count = _rows(batch)
     if count is None:
         count = _length(batch)

@@ -61,9 +61,6 @@ def decode(data: bytes, *, device: torch.device | None = None, allow_pickle: boo
         data: What `encode` returned, here or in another process of the job.
         device: Where tensors go that were not on the CPU; the CPU by default.
         allow_pickle: Whether pickled objects in `data` are accepted.
-
-    Raises:
-        DistributedError: `data` is cut, damaged, or names a class that is not imported here.
     """
     begin = _HEADER + int.from_bytes(data[:_HEADER], "little")
     try:

@@ -61,7 +61,6 @@ class StreamSource(BatchSource):
     """An iterable data set, read here or in workers.
 
     Args:
-        reader: Reads the slices of this process.
         loader: The loader of the user; its settings of workers are used.
     """
 
@@ -126,13 +125,7 @@ class StreamSource(BatchSource):
 
 
 class KeySource(BatchSource):
-    """A map-style data set whose sampler yields the keys of whole batches (`batch_size=None`).
-
-    Args:
-        order: Runs the sampler.
-        fetch: Turns a key into a batch.
-        fetcher: Where it is fetched.
-    """
+    """A map-style data set whose sampler yields the keys of whole batches (`batch_size=None`)."""
 
     advice = "Give the sampler a key of a batch that has samples."
 
@@ -228,11 +221,7 @@ class CustomSource(BatchSource):
 
 
 class Presharded:
-    """A loader that holds this process's own share of the data.
-
-    Args:
-        loader: An iterable of batches.
-    """
+    """A loader that holds this process's own share of the data."""
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader

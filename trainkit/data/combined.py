@@ -113,7 +113,6 @@ def steps_of(policy: Policy, lengths: Mapping[str, int]) -> Iterator[tuple[str, 
     whole, else to within a step: it is never one ahead, nor one behind where there are two.
 
     Args:
-        policy: How they are combined.
         lengths: The steps that each would have alone.
     """
     names = tuple(lengths)
@@ -158,7 +157,6 @@ class CombinedWindow(Window):
     """A window made of one of each loader that takes part in a step.
 
     Args:
-        parts: Its micro-batches.
         windows: Those of the loaders, by name.
         is_even: Whether each process has the same share of all of them in each micro-batch.
     """
@@ -194,9 +192,7 @@ class CombinedLoader(PreparedLoader):
     each loader; one that comes to its end before the epoch does begins its next.
 
     Args:
-        parts: The loaders, by name.
         policy: "min", "max_cycle", "sequential", or a weight for each loader.
-        context: What they are prepared for.
     """
 
     def __init__(

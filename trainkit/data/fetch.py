@@ -59,7 +59,6 @@ class Fetch(ABC):
 
     Args:
         dataset: The data set that workers see.
-        context: What the loader is prepared for.
     """
 
     seeds: bool = False  # whether it seeds generators and leaves them changed
@@ -75,11 +74,7 @@ class Fetch(ABC):
         """Return the batch that `task` names."""
 
     def note(self, error: Exception, where: str, epoch: int) -> None:
-        """Add to an error where it came from; one that would end the epoch is replaced.
-
-        Raises:
-            DataError: It was a `StopIteration`.
-        """
+        """Add to an error where it came from; one that would end the epoch is replaced."""
         when = f"epoch {epoch}" if self.in_training else "while evaluating"
         place = f"{where} of the data set `{type(self.dataset).__name__}`, {when}."
         if isinstance(error, StopIteration):  # a loop over batches would take it for their end

@@ -22,7 +22,6 @@ class LoaderContext:
     """What a loader is prepared for.
 
     Args:
-        device: Where the batches go.
         moves: Whether they go there by themselves; else whoever reads them moves them.
         seed: The seed of the run, or of evaluation.
         trains: Training's rules or evaluation's (epochs, `set_epoch`, `drop_last`).

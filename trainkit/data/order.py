@@ -73,9 +73,6 @@ class KeyedOrder:
     Args:
         loader: A map-style loader.
         seed: The seed of the run, or of evaluation.
-
-    Raises:
-        ConfigError: A `DistributedSampler` is in use.
     """
 
     def __init__(self, loader: DataLoader[Any], seed: int) -> None:

@@ -71,7 +71,6 @@ def run_to(digest: str, runs: int, draw: Callable[[], str | None]) -> str:
     One that keeps a random state of its own gives it when it has run as often as it had.
 
     Args:
-        digest: That of the order.
         runs: How often the sampler had run, this order included.
         draw: Runs it, and returns the digest of what it gives.
     """

@@ -106,7 +106,6 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
         self.padding = 1 - tokens / (len(rows) * max_length)
 
     def __len__(self) -> int:
-        """Return the number of rows."""
         return len(self._rows)
 
     @override

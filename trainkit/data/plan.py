@@ -23,7 +23,6 @@ class FlatPlan:
     In the global batches of `lacking` this process has nothing.
 
     Args:
-        order: The indices of the epoch.
         batch_size: Samples of one process in a global batch.
         fill: Complete the last global batch. On one process nothing is filled up.
     """
@@ -125,25 +124,20 @@ class BatchPlan:
         self.lacking = frozenset(i for i in range(self.length) if not self.local_size(i))
 
     def tasks(self, first: int, stop: int) -> Iterator[Indices | None]:
-        """Yield this process's indices of global batches `first` to `stop`; None where it lacks."""
         for index in range(first, stop):
             yield self._own(index) or None
 
     def shares(self, index: int) -> tuple[tuple[int, ...], int]:
-        """Return the real samples of each process in a global batch, and their sum."""
         found = self._counts[index * self._size : (index + 1) * self._size]
         return (*found, *[0] * (self._size - len(found))), sum(found)
 
     def local_size(self, index: int) -> int:
-        """Return how many samples this process has in a global batch, with the fill."""
         return len(self._own(index))
 
     def total(self, first: int, stop: int) -> int:
-        """Return the real samples of global batches `first` to `stop` over all processes."""
         return self._starts[stop] - self._starts[first]
 
     def index_at(self, position: int) -> int:
-        """Return the global batch that starts after `position` samples; DataError if none does."""
         index = bisect_left(self._starts, position)
         if index > self.length or self._starts[index] != position:
             raise _off_boundary(position, self.samples, "where a global batch starts")
@@ -158,7 +152,6 @@ class BatchPlan:
         return samples and f"{samples} {windows}"
 
     def fallback_batch(self) -> Indices:
-        """Return the indices that stand in for a process that has had none."""
         return self._batches[0]
 
     def _own(self, index: int) -> list[Any]:

@@ -25,9 +25,7 @@ def split_windows(
     gets a zero-weight repeat (rule 16).
 
     Args:
-        windows: Those of an epoch of `loader`.
         loader: Told which piece is under way.
-        size: Largest piece.
     """
     times = 1 if loader.batch_size is None else -(-loader.batch_size // size)
     with closing(windows):
@@ -42,9 +40,6 @@ def slice_samples(batch: Any, start: int, stop: int, count: int) -> Any:
     Args:
         batch: Its tensors and arrays have a row for each sample, its lists of other things an
             entry; what has no dimension belongs to all samples.
-        start: The first sample.
-        stop: The one after the last.
-        count: Samples of the batch.
 
     Raises:
         ConfigError: Something in the batch has not one row for each sample, or a list in it can

@@ -32,7 +32,6 @@ class StreamReader(Fetch):
     A stream with `shard(num_shards, index)` is asked for the share of this process instead.
 
     Args:
-        loader: The loader of the user, over an iterable data set.
         batch_size: Samples of one process in a global batch; None where the stream yields batches.
     """
 

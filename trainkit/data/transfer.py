@@ -53,11 +53,7 @@ class HostTransfer(Transfer):
 
 
 class PlainTransfer(Transfer):
-    """Moves batches when they are due.
-
-    Args:
-        move: Returns each leaf where it goes.
-    """
+    """Moves batches when they are due."""
 
     def __init__(self, move: Callable[[Any], Any]) -> None:
         self._move = move

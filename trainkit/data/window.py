@@ -86,5 +86,4 @@ class PaddingBatch:
         self.size = size
 
     def take(self) -> Any:
-        """Return the batch that was kept."""
         return copy_containers(self._data)

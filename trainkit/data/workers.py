@@ -35,11 +35,7 @@ Tasks: TypeAlias = Callable[[], Iterator[Any]]
 
 
 class Fetcher:
-    """Runs a `Fetch` over tasks: in this process, when a batch is asked for.
-
-    Args:
-        fetch: What makes the batches.
-    """
+    """Runs a `Fetch` over tasks: in this process, when a batch is asked for."""
 
     def __init__(self, fetch: Fetch) -> None:
         self._fetch = fetch

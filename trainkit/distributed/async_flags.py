@@ -21,8 +21,6 @@ class AsyncFlags:
     process says after how many windows the next exchange comes.
 
     Args:
-        processes: Those that exchange flags.
-        size: Number of flags, which are integers.
         clock: Returns seconds.
     """
 

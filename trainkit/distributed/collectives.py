@@ -113,7 +113,6 @@ def require_equal(
     Where they are alike, told by `repr`, one number travels. One process alone looks at none.
 
     Args:
-        processes: All must call it.
         value: That of this process, which must be able to travel.
         complaint: Called on process 0, with the values of all; None: they may differ so.
     """
@@ -192,8 +191,6 @@ def run_on_all_or_main(
     0 gets an error. Returns when all processes have called, or have begun a later collective.
 
     Args:
-        processes: The processes of the job.
-        name: Of the call, for errors.
         by_all: Called by all, with collectives.
         by_main: Called by process 0 without collectives; its result is that of all that call.
             None: an error, on all that call.

@@ -64,7 +64,6 @@ def gather_samples(
     `use_gather_object`, which sends it by pickle, and takes it.
 
     Args:
-        processes: The processes that computed.
         batches: What this process computed for each batch, or a `Refusal`.
         counts: For each batch the number of real samples on each process; equal on all.
         local_sizes: For each batch the number of entries that its value must have here: the real
@@ -118,10 +117,8 @@ def gather_all(
     """Return all entries of a value, however many, of all processes, on every process.
 
     Args:
-        processes: The processes of the job.
         value: As for `gather_samples`; a tensor without dimensions counts as one row.
         pad_value: What fills up later dimensions; see `sample_rows.Merge`.
-        name: What errors call the value.
 
     Raises:
         DataError: On all processes, if on one of them something has no entries, or the structures
@@ -269,11 +266,7 @@ def _as_one(entries: Sequence[Node | Refusal]) -> Node | list[Node | Refusal]:
 def _in_order(
     entries: Sequence[Sequence[Node | Refusal]], counts: Sequence[Sequence[int]]
 ) -> tuple[list[Node], list[Origin]]:
-    """Return the nodes with real samples, batch by batch; all of them if no sample is real.
-
-    Raises:
-        DataError: A process with real samples has failed, or none has anything.
-    """
+    """Return the nodes with real samples, batch by batch; all of them if no sample is real."""
     empty = not any(map(sum, counts))
     nodes: list[Node] = []
     origins = []

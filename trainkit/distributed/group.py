@@ -108,11 +108,7 @@ class Membership:
 
 
 def set_group_timeout(group: ProcessGroup, timeout: timedelta) -> None:
-    """Let collectives of a group raise after `timeout`, from the next one on.
-
-    Raises:
-        ConfigError: Its backend has a time-out that cannot be changed.
-    """
+    """Let collectives of a group raise after `timeout`, from the next one on."""
     for backend in group_backends(group):
         if not set_backend_timeout(backend, timeout):
             raise ConfigError(
@@ -122,11 +118,7 @@ def set_group_timeout(group: ProcessGroup, timeout: timedelta) -> None:
 
 
 def default_device(world: World, device: torch.device | None = None) -> torch.device:
-    """Return the device of this process: `device`, or an accelerator of its own, or the CPU.
-
-    Raises:
-        ConfigError: There is no such device, or none is left for this process.
-    """
+    """Return the device of this process: `device`, or an accelerator of its own, or the CPU."""
     if device is None:
         device = torch.device(default_kind())
     check_present(device)
@@ -189,9 +181,6 @@ def _check_secret(control: ProcessGroup, world: World) -> None:
 
     The numbers of all processes are added up. That of a process is never the same again, and
     nobody knows it who does not know the secret.
-
-    Raises:
-        DistributedError: One of them does not know it.
     """
     secret = os.environ.get(SECRET, "").encode()[:64]
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT"), _rendezvous().groups
@@ -212,11 +201,7 @@ def _check_secret(control: ProcessGroup, world: World) -> None:
 
 
 def _raise_descriptor_limit(size: int) -> None:
-    """Let this process open as many files and connections as it may.
-
-    Raises:
-        ConfigError: They are too few for a job of `size` processes.
-    """
+    """Let this process open as many files and connections as it may."""
     try:
         import resource  # one process needs none of it
     except ModuleNotFoundError:  # Windows has no such limit

@@ -63,10 +63,6 @@ class Processes:
 
     Every process of the job calls the same collectives in the same order. On one process they
     return at once. Code that only some processes run gets an error (rule 34).
-
-    Args:
-        membership: The part of this process in the job.
-        device: The device of this process.
     """
 
     _live: ClassVar["Processes | None"] = None

@@ -21,7 +21,6 @@ def check_shared(processes: Processes, folder: Path, owner: str) -> None:
 
     Args:
         folder: An absolute path that process 0 can write to.
-        owner: Who needs it, for the error.
 
     Raises:
         ConfigError: Machines have folders of their own; names the first one, and what to do.

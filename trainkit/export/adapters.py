@@ -16,11 +16,7 @@ from trainkit.types import class_name
 
 
 def is_adapted(model: nn.Module) -> TypeGuard[Any]:
-    """Return whether a model is a `PeftModel`.
-
-    Raises:
-        ConfigError: It has adapters inside, whose names only a `PeftModel` knows how to write.
-    """
+    """Return whether a model is a `PeftModel`."""
     if getattr(model, "_hf_peft_config_loaded", False):
         raise ConfigError(
             f"`{class_name(model)}` got its adapter by `add_adapter`, and would be written with "

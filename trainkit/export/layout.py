@@ -64,7 +64,6 @@ def lay_out(
     Args:
         limit: Largest size of a file in bytes, its header included.
         safe: Safetensors, not torch's own files.
-        stems: What the files are called.
     """
     base = (
         8 + len(strict_json.dump({"__metadata__": _METADATA})) + 8 if safe else _PER_PICKLED_TENSOR
@@ -107,9 +106,6 @@ def weight_piece(name: str, like: Tensor, read: Callable[[], Tensor] | None = No
     Args:
         like: Has its shape and dtype.
         read: Returns all of the tensor when it is written; None: `like` is the tensor.
-
-    Raises:
-        ConfigError: Safetensors has no such dtype or layout.
     """
     piece, node = tensor_piece(like, name)
     if "$tensor" not in node or str(like.layout) != "torch.strided":
@@ -141,11 +137,7 @@ def parse_size(size: Size, name: str, least: int = 1) -> int:
 
     Args:
         size: A number of bytes, or text such as "5GB" (10**9 bytes) or "1GiB" (2**30 bytes).
-        name: Of the argument, for the error.
         least: Bytes that it must have.
-
-    Raises:
-        ConfigError: It is no size, or a smaller one.
     """
     if type(size) is int and size >= least:
         return size

@@ -28,10 +28,6 @@ def read_pickled(path: Path, allowed: Allowed = (), advice: str = "") -> Any:
 
     Args:
         allowed: Globals that may be called besides those that torch allows.
-        advice: What to do where the file is refused.
-
-    Raises:
-        CheckpointError: It is missing or broken, or asks for code to be run.
     """
     try:
         with (

@@ -48,11 +48,7 @@ class Stored:
 
 
 def find_weights(path: Path) -> Path:
-    """Return the file in a folder that readers open first; a file, or a checkpoint, itself.
-
-    Raises:
-        CheckpointError: There is none; names what is expected.
-    """
+    """Return the file in a folder that readers open first; a file, or a checkpoint, itself."""
     if path.is_file() or (path / MANIFEST).is_file():
         return path
     for entry in _ENTRIES:

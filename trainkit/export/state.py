@@ -20,11 +20,7 @@ _WRAPPERS = frozenset({COMPILED, "_checkpoint_wrapped_module", "_fsdp_wrapped_mo
 
 
 def unwrapped(model: nn.Module, *, keep_torch_compile: bool = False) -> nn.Module:
-    """Return the module behind torch's wrappers for data parallelism and compilation.
-
-    Args:
-        keep_torch_compile: Whether a model that `torch.compile` returned stays compiled.
-    """
+    """Return the module behind torch's wrappers for data parallelism and compilation."""
     parallel = (nn.parallel.DistributedDataParallel, nn.DataParallel)
     while True:
         # Not by `getattr`, which some modules pass on to what is inside of them.
@@ -72,9 +68,6 @@ def tensors_of(model: nn.Module, state: Mapping[str, Any] | None = None) -> dict
 
     Args:
         state: What is written of it; None: its state.
-
-    Raises:
-        ConfigError: Something has no values.
     """
     module = unwrapped(model)
     state = module.state_dict(keep_vars=True) if state is None else state

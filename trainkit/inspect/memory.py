@@ -60,7 +60,6 @@ def memory_of(
             what it keeps is counted, not guessed.
         shards: Processes that share a model (FSDP); 1: each holds all of it.
         computes_in: In which FSDP computes; None: the dtype of the parameters.
-        wrap_policy: That of FSDP.
     """
     held = {p: _part(p, shards) for p in model.parameters()}
     trained = [nn.Parameter(part) for p, part in held.items() if p.requires_grad]

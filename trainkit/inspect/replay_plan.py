@@ -21,9 +21,6 @@ def find_run(output_dir: Path | None, new_run: bool, asked: Path | None) -> Path
         output_dir: That of the trainer.
         new_run: Whether it holds runs in folders of their own.
         asked: What the replay was asked for; None: that of the trainer, or the newest in there.
-
-    Raises:
-        ConfigError: The trainer has none, or is another run's.
     """
     if output_dir is None:
         raise ConfigError(

@@ -48,7 +48,6 @@ def publish(
 
     Args:
         run: In its window.
-        result: What was found.
         parts: The micro-batches of this process, which were seen.
         process: The one that is written; None: all.
         alone: Whether the others may have been ended.

@@ -94,7 +94,6 @@ def find_fault(
         parts: Its micro-batches, which were seen.
         usual: What is not finite where all is well, such as masks.
         sizes: Of the parameters before the window.
-        error: What was raised.
     """
     rank = run.strategy.processes.rank
     for name, size in sizes.items():

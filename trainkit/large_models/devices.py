@@ -27,9 +27,6 @@ def places_of(device_map: Place | DeviceMap | None, names: Iterable[str]) -> dic
 
     Args:
         names: Of the model's tensors.
-
-    Raises:
-        ConfigError: A place is none, or tensors have no place.
     """
     if device_map is None:
         return {}
@@ -60,11 +57,7 @@ def prefix_of(name: str, places: Collection[str]) -> str | None:
 
 
 def device_of(place: Place, name: str = "") -> torch.device:
-    """Return the device that a place names.
-
-    Raises:
-        ConfigError: It is no device.
-    """
+    """Return the device that a place names."""
     try:
         if not isinstance(place, int):
             device = torch.device(place)

@@ -29,9 +29,6 @@ def write_offloaded(folder: Path, values: Mapping[str, tuple[Tensor, Read]]) -> 
     Args:
         folder: Made where it is missing; an earlier file of this kind is replaced.
         values: By name: a tensor of the shape and dtype, and what returns the values.
-
-    Raises:
-        ConfigError: The folder cannot be written to.
     """
     pieces = {name: weight_piece(name, like, read) for name, (like, read) in values.items()}
     path = folder / _FILE

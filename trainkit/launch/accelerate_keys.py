@@ -141,11 +141,7 @@ GROUPS = variable("use_parallelism_config")
 
 
 def part(key: str, value: object, place: str) -> dict[str, str]:
-    """Return one of `PARTS` as an environment variable for the processes.
-
-    Raises:
-        ConfigError: The value cannot be.
-    """
+    """Return one of `PARTS` as an environment variable for the processes."""
     try:
         said = PARTS[key][0](value)
     except ValueError as error:
@@ -154,11 +150,7 @@ def part(key: str, value: object, place: str) -> dict[str, str]:
 
 
 def section(name: str, value: object, place: str) -> dict[str, str]:
-    """Return what one of `SECTIONS` says, as environment variables for the processes.
-
-    Raises:
-        ConfigError: A key is unknown, or a value cannot be.
-    """
+    """Return what one of `SECTIONS` says, as environment variables for the processes."""
     if _is_off(value):
         return {}
     if not isinstance(value, dict):

@@ -52,12 +52,7 @@ def find(given: str | None, env: Mapping[str, str] = os.environ) -> Path | None:
 
 
 def read(path: Path) -> ConfigFile:
-    """Read and check a file.
-
-    Raises:
-        ConfigError: It cannot be read, is no YAML, has a key that is unknown or given twice, a
-            value that cannot be, or switches on what trainkit does not drive.
-    """
+    """Read and check a file."""
     result = ConfigFile(path)
     for key, line, value in _entries(path):
         place = f"`{path}`, line {line}"

@@ -31,9 +31,6 @@ from trainkit.watch.listening import ports
 class ElasticMeeting(Meeting):
     """What a launcher knows of an elastic job: itself, and the way to the store.
 
-    Args:
-        plan: What this machine starts.
-
     Raises:
         DistributedError: There is no way to the store, or the job was told other things.
     """

@@ -37,8 +37,6 @@ class End:
 
     Args:
         kind: `ASKED`, `FAILED` or `LOST`.
-        machine: Where.
-        cause: In one sentence.
         code: What launchers exit with.
         signum: The signal that the processes of all machines get; 0: none.
     """
@@ -60,8 +58,6 @@ class Link:
     A thread hears; the methods are for the main thread.
 
     Args:
-        machine: The number of this one.
-        size: Machines in all.
         links: The connections; owned from now on. None where there is no other machine.
 
     Attributes:
@@ -150,7 +146,6 @@ class Link:
         """Wait until all machines are ready for an attempt.
 
         Args:
-            attempt: Its number, from 0.
             open_store: What machine 0 does when the others are ready; returns the port.
 
         Raises:
@@ -167,7 +162,6 @@ class Link:
         """Bring together how the processes of each machine have ended.
 
         Args:
-            story: That of this machine.
             seconds: How long the others may take.
 
         Returns:

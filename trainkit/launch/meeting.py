@@ -48,11 +48,9 @@ class Meeting:
     """The machines of a job, which have found each other.
 
     Args:
-        machine: The number of this one.
         cards: What each has said of itself.
         address: Of machine 0, as this one reaches it.
         ports: Those that the store of the processes may listen at.
-        link: Between the launchers.
     """
 
     is_elastic = False

@@ -86,13 +86,8 @@ def reach(host: str, port: int, seconds: float, name: str = _MACHINE_0) -> tuple
     """Connect to a server, which may start later than this; return its address, and the own one.
 
     Args:
-        host: Its name or address.
-        port: Its port.
         seconds: In which it must answer.
         name: What it is called in sentences.
-
-    Raises:
-        DistributedError: It does not; says what is wrong.
     """
     end = time.monotonic() + seconds
     while True:

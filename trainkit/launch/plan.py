@@ -55,8 +55,6 @@ class Plan:
 
     Args:
         job: The settings that it comes from.
-        script: What the processes run.
-        processes: How many of them.
         environment: Variables to set, beside those of this process.
         note: What the user should know; empty where there is nothing.
         needs_gpus: GPUs that this machine must have; 0 where none are asked for.
@@ -90,11 +88,7 @@ class Plan:
 
 
 def make_plan(resolved: Resolved, script: Script) -> Plan:
-    """Return what to start here.
-
-    Raises:
-        ConfigError: Settings that exclude each other, or that no machine can meet.
-    """
+    """Return what to start here."""
     job = resolved.job
     if not job.debug:  # of a store whose other end is gone, torch shows frames of C++
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before it is imported
@@ -121,11 +115,7 @@ def make_plan(resolved: Resolved, script: Script) -> Plan:
 
 
 def processes_here(job: JobSettings) -> int | None:
-    """Return how many processes each machine is told to start; None where nobody says it.
-
-    Raises:
-        ConfigError: The machines, or the processes on them, cannot be.
-    """
+    """Return how many processes each machine is told to start; None where nobody says it."""
     if job.num_processes is not None and job.num_processes % job.num_machines:
         raise ConfigError(
             f"`num_processes` is {job.num_processes}, which cannot be shared out equally over "

@@ -227,11 +227,7 @@ def _which(env: Mapping[str, str]) -> str:
 
 
 def _check_alone(env: Mapping[str, str]) -> None:
-    """Check that no other launcher is started together with this one, for a job of one machine.
-
-    Raises:
-        ConfigError: This launcher is one of several tasks.
-    """
+    """Check that no other launcher is started together with this one, for a job of one machine."""
     if which := _which(env):
         raise ConfigError(
             f"This launcher is {which}, and each would start a job of its own, which trains on all "

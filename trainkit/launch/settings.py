@@ -39,7 +39,6 @@ class Setting:
         name: Its name in files and, behind `--`, on the command line.
         default: Its value where nobody says anything; None: it depends on others.
         read: Checks and converts what was given.
-        help: What it means, for `--help`.
         metavar: What stands for its value in `--help`; empty for a switch.
         other: A second option with the same meaning.
         accelerate: Whether `ACCELERATE_<NAME>` is read too, and set for the processes.
@@ -65,11 +64,7 @@ class Setting:
         return f"--{self.other or self.name}"
 
     def checked(self, value: object, place: str) -> Any:
-        """Return a value as it is used.
-
-        Raises:
-            ConfigError: It cannot be; names the place, such as "on the command line".
-        """
+        """Return a value as it is used."""
         try:
             return self.read(value)
         except ValueError as error:

@@ -66,7 +66,6 @@ def supervise(plan: Plan, meeting: Meeting, orphan_killer: OrphanKiller) -> Outc
 
     Args:
         plan: What to start; its environment becomes that of this process.
-        meeting: The machines of the job.
         orphan_killer: What ends the processes when this one is killed.
 
     Raises:

@@ -31,9 +31,7 @@ class Place:
     Args:
         number: Of the attempt, from 0.
         machine: Its number, from 0.
-        machines: How many there are.
         address: Of the store of the processes.
-        port: Of that.
     """
 
     number: int
@@ -47,7 +45,6 @@ class Workers:
     """The processes of this machine.
 
     Args:
-        plan: What they are.
         logs: The folder for their logs, where the plan names none.
 
     Attributes:

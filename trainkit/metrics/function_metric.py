@@ -119,11 +119,7 @@ def _check_parameters(name: str, function: Callable[..., Any]) -> str | None:
 
 
 def _uses(name: str, function: Any, second: str | None) -> Uses:
-    """Return what a function gets that nobody has said: by its parameters, as sklearn names them.
-
-    Raises:
-        ConfigError: It calls one that is known to want scores.
-    """
+    """Return what a function gets, by its parameters, as sklearn names them."""
     if second is not None:
         several = isinstance(function, partial) and function.keywords.get("multi_class", "raise")
         if second in ("y_prob", "y_proba") or name in _OF_PROBABILITIES:

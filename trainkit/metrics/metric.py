@@ -85,9 +85,6 @@ def flatten(metric: str, result: Any) -> dict[str, float]:
         metric: Name of the metric, and of the value where `result` is a single number.
         result: A number, an array, or any nesting of mappings and sequences of them. Entries of
             arrays and sequences are named by their index.
-
-    Raises:
-        DataError: An entry is not a number, or two have the same name.
     """
     values: dict[str, float] = {}
     for key, value in _entries("" if isinstance(result, Mapping) else metric, result):

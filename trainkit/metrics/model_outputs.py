@@ -75,7 +75,6 @@ class Reading:
             what: "classes" or "probabilities"; "values" are the scores, unless the loss takes
                 logarithms of what is true; "predictions" are classes of the shape of
                 `references`, or the scores as they are where those are values.
-            scores: What the model returned.
             references: Asked where the loss does not say where the classes are.
 
         Raises:

@@ -20,11 +20,7 @@ def is_structure(values: Any) -> bool:
 
 
 def count_samples(metric: str, argument: str, values: Any) -> int:
-    """Return the number of samples in `values`.
-
-    Raises:
-        DataError: `values` has no entry per sample, or its fields differ in length.
-    """
+    """Return the number of samples in `values`."""
     if is_structure(values):
         fields = values.values() if isinstance(values, Mapping) else values
         counts = {count_samples(metric, argument, field) for field in fields}
@@ -44,11 +40,7 @@ def count_samples(metric: str, argument: str, values: Any) -> int:
 
 
 def matching_length(metric: str, predictions: Any, references: Any) -> int:
-    """Return the number of samples in `predictions` and in `references`.
-
-    Raises:
-        DataError: They differ in length, or one has no entry per sample.
-    """
+    """Return the number of samples in `predictions` and in `references`."""
     predicted = count_samples(metric, "predictions", predictions)
     expected = count_samples(metric, "references", references)
     if predicted != expected:
@@ -60,11 +52,7 @@ def matching_length(metric: str, predictions: Any, references: Any) -> int:
 
 
 def class_labels(metric: str, argument: str, values: Any) -> Tensor:
-    """Return `values` as whole numbers of shape `[samples]`, on the device where they are.
-
-    Raises:
-        DataError: They are not one whole number per sample.
-    """
+    """Return `values` as whole numbers of shape `[samples]`, on the device where they are."""
     labels = _tensor(metric, argument, values)
     if labels.numel() != len(labels):
         raise DataError(
@@ -83,11 +71,7 @@ def class_labels(metric: str, argument: str, values: Any) -> Tensor:
 
 
 def label_marks(metric: str, argument: str, values: Any) -> Tensor:
-    """Return which labels samples have, as whole numbers of shape `[samples, labels]`.
-
-    Raises:
-        DataError: They are not 0, 1, or -100 where that is not known.
-    """
+    """Return which labels samples have, as whole numbers of shape `[samples, labels]`."""
     marks = _tensor(metric, argument, values)
     if marks.ndim != 2 or not bool(((marks == 0) | (marks == 1) | (marks == IGNORED)).all()):
         raise DataError(
@@ -99,11 +83,7 @@ def label_marks(metric: str, argument: str, values: Any) -> Tensor:
 
 
 def real_numbers(metric: str, argument: str, values: Any) -> Tensor:
-    """Return `values` as float64 of shape `[samples]`.
-
-    Raises:
-        DataError: They are not one number per sample.
-    """
+    """Return `values` as float64 of shape `[samples]`."""
     numbers = real_columns(metric, argument, values)
     if numbers.shape[1] != 1:
         raise DataError(
@@ -114,11 +94,7 @@ def real_numbers(metric: str, argument: str, values: Any) -> Tensor:
 
 
 def real_columns(metric: str, argument: str, values: Any) -> Tensor:
-    """Return `values` as float64 of shape `[samples, outputs]`.
-
-    Raises:
-        DataError: They are not numbers, or have more than two dimensions.
-    """
+    """Return `values` as float64 of shape `[samples, outputs]`."""
     numbers = _tensor(metric, argument, values)
     if numbers.ndim > 2:
         raise DataError(

@@ -129,11 +129,7 @@ def _fed(metric: Any) -> list[Any]:
 
 
 def _inputs(metric: Any) -> tuple[Uses, str | None]:
-    """Return what a metric uses, and how the library makes probabilities of logits for it.
-
-    Raises:
-        ConfigError: It needs other inputs.
-    """
+    """Return what a metric uses, and how the library makes probabilities of logits for it."""
     signature = inspect.signature(metric.update)
     try:
         first = next(iter(signature.bind(None, None).arguments))

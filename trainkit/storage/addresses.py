@@ -66,11 +66,7 @@ def fetch(folder: Path) -> None:
 
 
 def outline(folder: Path, target: Path, *, logs: bool) -> Remote:
-    """Let a folder look like what the address of another one holds; see `Remote.outline`.
-
-    Raises:
-        CheckpointError: The address cannot be reached, or holds nothing.
-    """
+    """Let a folder look like what the address of another one holds; see `Remote.outline`."""
     remote = Remote(_objects(folder))
     remote.outline(target, logs=logs)
     if not target.exists():

@@ -112,7 +112,6 @@ class Lease:
             )
 
     def release(self) -> None:
-        """Give the address back."""
         self._ended.set()
         if self._thread.is_alive():
             self._thread.join()

@@ -29,9 +29,6 @@ def checkpoint_activations(
         model: The user's own, sharded or not.
         blocks: What is computed again one by one, where the model has no method of its own.
         how: True, or another way, which `trainkit.large_models` knows.
-
-    Raises:
-        ConfigError: There are no blocks, or no such way.
     """
     if getattr(model, "supports_gradient_checkpointing", False):
         return _by_own_method(model, how)

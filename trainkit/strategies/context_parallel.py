@@ -61,11 +61,7 @@ class ContextParallel:
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def attach(self, model: nn.Module) -> None:
-        """Let each forward of a causal model of transformers that is given labels be cut.
-
-        Raises:
-            ConfigError: It cannot be cut.
-        """
+        """Let each forward of a causal model of transformers that is given labels be cut."""
         require("transformers", "`context_parallel`, which cuts what its causal models are given")
         from transformers import AttentionInterface, AttentionMaskInterface
         from transformers.masking_utils import sdpa_mask

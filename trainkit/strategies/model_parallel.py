@@ -288,12 +288,7 @@ class ModelParallel(ShardedStrategy):
         return [p for other in self._others if (p := other()) is not None]
 
     def _begin_alike(self, model: nn.Module) -> None:
-        """Take the values of the first data group's processes; compare what a tensor group shares.
-
-        Raises:
-            ConfigError: A tensor group has other values on its processes. Perhaps they are parts of
-                something larger, so nothing is overwritten.
-        """
+        """Take the values of the first data group; compare what a tensor group shares."""
         if wrong := self._apart(dict(model.named_parameters())):
             raise ConfigError(
                 f"{len(wrong)} parameters are whole on each process of a tensor group, but differ "

@@ -27,10 +27,8 @@ class ParameterInitializer:
     Args:
         model: Not yet sharded.
         blocks: The modules that are sharded on their own, by name.
-        processes: Those that share the model.
         device: Where the shards live.
         weights: Folder to read a model on the meta device from.
-        seed: That of the run.
 
     Raises:
         ConfigError: The processes have models that cannot be filled alike.
@@ -130,8 +128,6 @@ class _MetaInitializer:
 
     Args:
         model: On the meta device.
-        blocks: Modules that share no parameter with others, by name.
-        seed: That of the run.
         device: Where values are computed.
     """
 
@@ -147,11 +143,7 @@ class _MetaInitializer:
             self._units[max(holders, key=len, default="")].append((name, module))
 
     def values(self, wanted: set[str]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the name and the initial value of each tensor that is wanted.
-
-        Raises:
-            ConfigError: Modules do not initialise what is wanted; names all of it.
-        """
+        """Yield the name and the initial value of each tensor that is wanted."""
         left = set(wanted)
         unknown: list[str] = []
         with torch.no_grad(), rng.preserved(*siblings(self._device)):

@@ -78,11 +78,7 @@ class ZeroParts:
         """Reduce the gradients of a micro-batch; with the last one a window is complete.
 
         Args:
-            last: Whether it is the last.
             whole: Whether every trained parameter must have got a gradient then.
-
-        Raises:
-            ConfigError: A parameter got no gradient in the window.
         """
         zero = self._zero
         if not (last or self._in_backward):
@@ -127,11 +123,7 @@ class ZeroParts:
             self._left[p] = own, held, held._version
 
     def _take_back(self, *, check: bool = True) -> None:
-        """Take back what was left.
-
-        Raises:
-            ConfigError: It was cleared or changed meanwhile.
-        """
+        """Take back what was left."""
         left, self._left = self._left, {}
         changed = []
         for p, (own, held, version) in left.items():

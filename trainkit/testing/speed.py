@@ -159,7 +159,6 @@ class _Reader(nn.Module):
 
     @override
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return one logit for each class."""
         logits: Tensor = self.head(self.encoder(self.embedding(tokens)).mean(1))
         return logits
 

@@ -38,7 +38,6 @@ class Network(nn.Module):
 
     @override
     def forward(self, inputs: Tensor) -> Tensor:
-        """Return one logit for each class."""
         hidden = torch.tanh(self.first(inputs))
         for block in self.blocks:
             hidden = hidden + torch.tanh(block(hidden))
@@ -117,7 +116,6 @@ def loaders(
 
     Args:
         batch_size: Samples of a micro-batch of one process.
-        dtype: Of the inputs.
         spoiled: Index of a sample so large that its gradient is not finite; the order of the
             training data is then that of the data set.
     """
@@ -166,11 +164,7 @@ def train(
     Args:
         batch: Samples of a step of one process, in two micro-batches unless `options` say else.
         callbacks: Besides one that saves at `SAVED_STEP` where there is a folder.
-        dtype: Of the model and the data.
-        folder: The output directory.
         resume: A checkpoint; the model then begins with other weights.
-        trainer_class: What trains.
-        model_class: What is trained.
         evaluates: Whether each epoch ends with an evaluation.
         **options: Of the trainer.
     """
@@ -198,8 +192,6 @@ def check_resume(
 
     Args:
         part: What is checked, such as "a precision".
-        batch: Of `train`.
-        folder: An empty one.
         make_options: Returns arguments of `train`, with new parts each time.
 
     Returns:

@@ -54,11 +54,7 @@ def has_one(value: Any) -> bool:
 
 
 def image_rows(image: Any) -> Any:
-    """Return an image [channels, height, width] as an array of bytes [height, width, channels].
-
-    Raises:
-        DataError: It has another shape.
-    """
+    """Return an image [channels, height, width] as an array of bytes [height, width, channels]."""
     import numpy as np  # few programs log images
 
     array = np.asarray(image.detach().float().cpu() if hasattr(image, "detach") else image)

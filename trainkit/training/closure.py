@@ -18,11 +18,7 @@ from trainkit.training.run_parts import TrainState
 
 
 def give_closure(run: Run) -> None:
-    """Give the optimizer of a run what it computes gradients by, where it does.
-
-    Raises:
-        ConfigError: It cannot have one: gradients are scaled, or it is one of several.
-    """
+    """Give the optimizer of a run what it computes gradients by, where it does."""
     optimizers = [each.optimizer for each in run.optimizers.values()] or [run.optimizer]
     needing = [each for each in optimizers if _needs_closure(each)]
     if not needing:

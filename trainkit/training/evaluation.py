@@ -42,8 +42,6 @@ class Evaluator:
     gradient mode are put back, also after an error (rule 21).
 
     Args:
-        communicator: Gathers over the processes.
-        precision: Whose autocast the step runs in.
         step: Returns a mapping. `scores`, `predictions`, `probabilities` and `references` hold
             one entry for each sample. Every other entry is averaged: a scalar counts `weight`
             times (default: the number of samples), a `StepOutput` by its own weight, a tensor
@@ -72,13 +70,8 @@ class Evaluator:
 
         Args:
             module: The user's own module, on its device.
-            loader: A prepared evaluation loader.
-            metrics: Computed from all predictions and references, or from the mean loss.
             name: Of the loader, where it has one: stands in the metrics' names.
             watch: Stands between the loader's batches and the evaluation.
-
-        Raises:
-            DataError: The loader had no batch.
         """
         for metric in metrics:
             metric.reset()

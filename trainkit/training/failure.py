@@ -14,11 +14,7 @@ _LARGEST_ORDER = 5_000_000  # samples of an epoch whose order is made once more 
 
 
 class RunProgress:
-    """What the watch asks of a run.
-
-    Args:
-        watchdog: Its time limits; the usual ones if not given.
-    """
+    """What the watch asks of a run."""
 
     def __init__(self, run: Run, watchdog: Watchdog | None) -> None:
         self.watchdog = watchdog or Watchdog()

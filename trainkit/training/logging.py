@@ -141,7 +141,6 @@ class LogSums:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` returned."""
         self._entries = {name: _read_entry(*told) for name, told in state.items()}
 
     def merge(self, state: Mapping[str, Any], share: float) -> None:

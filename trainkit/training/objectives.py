@@ -37,7 +37,6 @@ class Objective:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """What it updates."""
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def backward(self, loss: Tensor, *, is_last: bool, retain_graph: bool) -> None:

@@ -122,8 +122,6 @@ class Weighting:
     """Weighs the losses of a window.
 
     Args:
-        strategy: Reduces the gradients.
-        module: Whose gradients they are.
         log: Gets the mean of each term that has a name.
         nominal: Samples of a full window, where known; T0 of streams.
         accumulation: Micro-batches of one process in a full window.
@@ -166,7 +164,6 @@ class Weighting:
         return self._own_samples > 0
 
     def begin(self, window: Window) -> None:
-        """Start a window."""
         self._window = window
         self._sums = {}
         self._apart: list[tuple[_BySample, Tensor]] = []  # of this micro-batch, for `backward`
@@ -300,12 +297,7 @@ class Weighting:
         return None if self._rows_vary else self._window.total
 
     def _check(self, terms: list[Term], loaders: tuple[str, ...]) -> None:
-        """Raise, on all processes, where the losses are none, or others than before.
-
-        Args:
-            terms: Of a micro-batch.
-            loaders: Of several those that it has samples of.
-        """
+        """Raise, on all processes, where the losses are none, or others than before."""
         form = [(term.name, term.weight is not None) for term in terms]
         if loaders not in self._forms:
             for term in terms:

@@ -91,11 +91,7 @@ class Callers:
             self._tell(answer)
 
     def ask(self, name: str, key: str, seconds: float) -> Answer:
-        """Say, on another process, that it makes a call; return what comes of it.
-
-        Raises:
-            DistributedError: Process 0 does not make it, or does not come in time.
-        """
+        """Say, on another process, that it makes a call; return what comes of it."""
         with self._changed:
             self._answer = None
             self._mine = _Call(name, key, self._this.position())

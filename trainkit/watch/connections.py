@@ -143,7 +143,6 @@ class Links:
 
     @property
     def lines(self) -> list[Line]:
-        """The connections to other processes of the job."""
         return [*self.children.values(), *([] if self.parent is None else [self.parent])]
 
     def wake(self) -> None:

@@ -94,9 +94,6 @@ class JobWatch:
 
     A thread of its own does so, also while the main thread sits in a collective; see `WatchThread`.
     The methods are for the main thread. In a fork they do nothing.
-
-    Args:
-        links: The connections to the other processes; owned from now on.
     """
 
     def __init__(self, processes: Processes, links: Links) -> None:
@@ -140,7 +137,6 @@ class JobWatch:
         Then this process leaves, and the call does not return.
 
         Args:
-            report: What to write.
             folder: Where to; None: only on stderr.
         """
         if not self._is_at_work():

@@ -30,7 +30,6 @@ class Member:
 
     @classmethod
     def this(cls) -> "Member":
-        """Return this process."""
         parts = [socket.gethostname()]
         with suppress(OSError):
             parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())

@@ -31,7 +31,6 @@ class Report:
             ended the job. "left": it left because of another process.
         secondary: Whether the cause is told by another report.
         process: The process that failed; None where that is not known.
-        reporter: The process that writes.
         cause: What happened, in one sentence.
         hint: What usually causes it, and what to do.
         place: Where the run was: `step`, `epoch`, `phase`, `samples`.

@@ -25,7 +25,6 @@ class Verdict:
     """Why a job stands still.
 
     Args:
-        text: In a sentence.
         process: The first one that the others wait for; None where they wait for each other.
         frozen: The processes that do not answer.
     """

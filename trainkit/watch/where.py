@@ -82,9 +82,7 @@ def whereabouts(thread: int, latest: str, place: Mapping[str, Any]) -> dict[str,
     """Return where a thread is.
 
     Args:
-        thread: Its number.
         latest: The collective of trainkit's that it has begun last.
-        place: Of the run.
 
     Returns:
         `inside` which collective, and that `of_torch` if the user's code called torch's own

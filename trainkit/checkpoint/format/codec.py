@@ -68,10 +68,6 @@ def encode_inline(state: Any, path: str) -> Any:
 def decode(tree: Any, tensors: Mapping[str, Any]) -> Any:
     """Return the state.
 
-    Args:
-        tree: What `encode` returned as `tree`, after strict JSON.
-        tensors: The tensors by the names that `tree` uses.
-
     Raises:
         Exception: One of `json_form.MALFORMED`: `tree` is not of the form that `encode` writes, or
             `tensors` do not fit.

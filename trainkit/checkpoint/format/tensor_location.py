@@ -25,7 +25,6 @@ class ShardRegion:
 
     @property
     def volume(self) -> int:
-        """Return the number of elements."""
         return math.prod(self.sizes)
 
     @property

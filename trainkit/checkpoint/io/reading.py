@@ -57,11 +57,7 @@ def names_in(directory: Directory) -> list[str]:
 
 @contextmanager
 def open_file(directory: Directory, name: str, path: Path) -> Iterator["HashedFile"]:
-    """Open the ordinary file `name` in the open folder `directory`; close it at the end.
-
-    Args:
-        path: The folder's path, for errors.
-    """
+    """Open the ordinary file `name` in the open folder `directory`; close it at the end."""
     descriptor = -1
     place, at = (name, directory) if isinstance(directory, int) else (directory / name, None)
     try:
@@ -115,7 +111,6 @@ class HashedFile:
         self.name, self.size = name, max(0, min(size, self.size - begin))
 
     def read(self, size: int) -> bytes:
-        """Return the next `size` bytes."""
         data = bytearray(size)
         self.read_into(memoryview(data))
         return bytes(data)
@@ -162,12 +157,10 @@ class HashedFile:
         return self._hash.hexdigest()
 
     def check_size(self, expected: int) -> None:
-        """Raise `CheckpointCorrupt` if the file has another number of bytes."""
         if self.size != expected:
             raise self.broken(f"it has {self.size} bytes, but {expected} were written")
 
     def check_digest(self, expected: str) -> None:
-        """Raise `CheckpointCorrupt` if what was read has another digest."""
         if self.digest() != expected:
             raise self.broken(f"its content has changed (digest {self.digest()}, not {expected})")
 

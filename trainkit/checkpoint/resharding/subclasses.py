@@ -42,7 +42,6 @@ def put_parts(
     """Put tensor subclasses back, after the rest of a state was loaded.
 
     Args:
-        optimizer: Has the rest of its state.
         saved: What `take_parts` returned.
         parameters: By the names in it.
     """

@@ -34,7 +34,6 @@ class TensorReader:
     """Reads the files of one checkpoint.
 
     Args:
-        path: Its folder.
         files: What the manifest says of the files.
         left_out: The names of files that other processes compare; of them those that all read
             are not compared here.

@@ -17,11 +17,7 @@ _DASHES = ("-", "--", ":")
 
 
 def make_picture(runs: Sequence[RunLog]) -> bytes:
-    """Return a PNG with the first charts of some runs.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-    """
+    """Return a PNG with the first charts of some runs."""
     if find_spec("matplotlib") is None:
         raise ConfigError(
             "A picture needs matplotlib. Install it with `pip install 'trainkit[report]'`, or "

@@ -137,7 +137,6 @@ class RunLog:
 
     Args:
         name: Tells the run from the others of a report.
-        path: The file of metrics.
     """
 
     name: str
@@ -254,9 +253,6 @@ def read_runs(paths: Iterable[Path]) -> list[RunLog]:
 
     A folder of runs stands for those in it, however deep. A run that has written nothing yet is
     empty; one without a log is left out, with a warning.
-
-    Raises:
-        ConfigError: One does not exist or was named twice, or none has a line.
     """
     runs: list[RunLog] = []
     missing: list[ConfigError] = []
@@ -300,9 +296,6 @@ def read_run(path: Path) -> RunLog:
 
     A run may be under way: half a line at the end is left out. Lines that are no entries are named
     by a warning.
-
-    Raises:
-        ConfigError: There is no log, or nothing in it can be read.
     """
     run = _read(path)
     if run.is_empty:

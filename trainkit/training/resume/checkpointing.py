@@ -240,11 +240,7 @@ def save_weights(run: Run, callbacks: CallbackList) -> None:
 
 
 def save_now(run: Run | None, callbacks: CallbackList) -> Path:
-    """Save a checkpoint of a training that has ended, and return its folder.
-
-    Raises:
-        ConfigError: There was no training, or it is under way, or has no output directory.
-    """
+    """Save a checkpoint of a training that has ended, and return its folder."""
     if run is None or run.phase != "done":
         raise ConfigError(
             "A checkpoint can be saved by the trainer only after `fit`. During `fit`, ask for one "

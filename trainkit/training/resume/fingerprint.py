@@ -128,12 +128,7 @@ def horizon_problems(saved: Mapping[str, Any], run: Run, schedule: str | None) -
 
 
 def say_changes(metadata: Mapping[str, Any], run: Run) -> None:
-    """Print what a resume changes, and may: the order of later epochs, and some settings.
-
-    Args:
-        metadata: What the manifest says of the run that was saved.
-        run: The run that resumes.
-    """
+    """Print what a resume changes, and may: the order of later epochs, and some settings."""
     saved, config = metadata.get("order"), metadata["config"]  # older checkpoints have no order
     order = changed_facts(saved["facts"], run.train_loader.order_facts()) if saved else []
     if order:

@@ -47,9 +47,6 @@ def base_of(run: Run) -> Base:
     """Return the frozen part of a model, which the checkpoints of a run are to refer to.
 
     Every process must call it before the first step. It reads all frozen parameters.
-
-    Raises:
-        ConfigError: The model has none.
     """
     frozen = _frozen(run)
     if not frozen:

@@ -34,7 +34,6 @@ def check_replicas(
 
     Args:
         strategy: Tells which processes hold the same.
-        parameters: By name.
         optimizers: Their state of each parameter, and the settings of their groups, count too.
         when: Stands in the error, such as "after step 12".
 

@@ -64,7 +64,6 @@ def restore(
 
     Args:
         run: A run that has not begun.
-        callbacks: Its callbacks.
         resume: "auto", "must", or the folder of a checkpoint.
         schedule: What to do where `max_epochs` or `max_steps` changed.
         remake: Makes the learning-rate schedule of the run for a number of planned steps.
@@ -142,11 +141,7 @@ def _present(run: Run, callbacks: CallbackList) -> dict[str, Any]:
 def _load(
     run: Run, callbacks: CallbackList, here: Any, present: dict[str, Any], schedule: str | None
 ) -> _Loaded:
-    """Read a checkpoint, and look at all that the run takes of it.
-
-    Args:
-        here: What `on_this_machine` gives.
-    """
+    """Read a checkpoint, and look at all that the run takes of it."""
     path, bring = here
     processes = run.strategy.processes
     checkpoint = open_share(path, processes.world, bring)

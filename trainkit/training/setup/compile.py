@@ -25,12 +25,7 @@ def compile_options(
     """Return the options of torch.compile that were asked for.
 
     Args:
-        device: Where the model runs.
         accumulates: Whether a window has several micro-batches.
-
-    Raises:
-        ConfigError: `wanted` is neither a boolean nor options that torch.compile has, or the
-            gradients of a window would lie where each replay of a graph writes.
     """
     if wanted is True:
         return {}
@@ -65,12 +60,6 @@ def compiled(module: nn.Module, options: Mapping[str, Any]) -> Iterator[None]:
     It is compiled in place, before a strategy wraps it: no key of a state dict changes, and
     DistributedDataParallel still splits the graph by its buckets. What was compiled stays in
     torch's cache, so that the next context with the same options compiles nothing again.
-
-    Args:
-        options: Keyword arguments of torch.compile.
-
-    Raises:
-        ConfigError: torch refuses the options.
     """
     before = compiled_call(module)
     try:

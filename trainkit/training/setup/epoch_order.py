@@ -49,7 +49,6 @@ def order_problems(
     Args:
         saved: What `order_of` returned; None of older checkpoints.
         counters: Those of the checkpoint.
-        run: The run that resumes.
         late: The checkpoint, where a sampler may be what it was only once callbacks, registered
             objects and attributes are loaded: then it is looked at again before the first window.
     """

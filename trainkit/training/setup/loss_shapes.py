@@ -19,9 +19,6 @@ def refuse_all_pairs(loss_fn: Any, outputs: Tensor, targets: Tensor) -> None:
 
     It does where outputs of shape [N, 1] and targets of shape [N], or the other way round, give the
     value of all pairs [N, N], and another one than where both have the same of their shapes.
-
-    Raises:
-        ConfigError: It does.
     """
     values = []
     with torch.no_grad(), rng.preserved(), suppress(Exception):  # one of them may not fit it

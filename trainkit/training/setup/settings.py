@@ -74,7 +74,6 @@ def optimizer_settings(
     """Yield the class of an optimizer, and the settings of its groups.
 
     Args:
-        path: Names it.
         ordered: Whether the order of the parameters in a group counts.
     """
     yield f"`{path}`", getattr(optimizer, "described", type(optimizer).__name__)

@@ -47,7 +47,6 @@ class NamedObjective(Objective):
         return only(self.weighting.module, self.parameter_names)
 
     def begin(self, window: Window) -> None:
-        """Start a window that is for it."""
         self.weighting.begin(window)
         if len(set(self.parameters)) != len(self.parameter_names):
             raise ConfigError(
@@ -97,7 +96,6 @@ class NamedObjective(Objective):
         return counters | {"precision": self.precision.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` returned."""
         for name in COUNTERS:
             setattr(self, name, state[name])
         self.precision.load_state_dict(state["precision"])

@@ -232,7 +232,6 @@ def make_schedules(
     Args:
         make: Makes the schedule of one, from its share of the other arguments.
         given: By name, or the same for all.
-        objectives: Those of the optimizers.
         planned_steps: Windows that will be trained on.
     """
     optimizers = objectives.by_name
