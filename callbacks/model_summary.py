@@ -174,11 +174,7 @@ def _first_tensor(output: Any) -> Tensor | None:
 
 
 def model_table(model: nn.Module, depth: int, outputs: Mapping[nn.Module, str]) -> str:
-    """Return a table of a model's modules and its sizes, 79 columns wide at most.
-
-    Args:
-        depth: Levels of modules to show below the model.
-    """
+    """Return a table of a model's modules and its sizes, 79 columns wide at most."""
     rows = model_rows(model, depth, outputs)
     cells = [("module", "type", "output", "parameters ", "trained"), *map(_cells, rows)]
     lines = [f"trainkit: model {class_name(model)}", *_lines(cells), *_totals(model)]

@@ -275,9 +275,6 @@ class FlopCounter:
 
     Args:
         module: What will run.
-
-    Raises:
-        ConfigError: The model is compiled; then torch shows no operations.
     """
 
     def __init__(self, module: nn.Module) -> None:

@@ -90,11 +90,7 @@ class Journal:
         return next((r for r in self.records if r.step == step and r.skip is None), None)
 
     def check_reached(self, step: int) -> None:
-        """Raise unless the run came to a step, which may have ended it.
-
-        Raises:
-            ConfigError: It never did.
-        """
+        """Raise unless the run came to a step, which may have ended it."""
         last = self.records[-1].step if self.records else None
         if last is None or not 0 < step <= last + 1:
             reached = "before its first step" if last is None else f"with step {last}"

@@ -68,11 +68,7 @@ def is_peft_model(model: nn.Module) -> bool:
 
 
 def fsdp2_prepare_model(accelerator: Any, model: nn.Module) -> nn.Module:
-    """Return a model that is sharded and not noted as one to train, such as a reference model.
-
-    Raises:
-        ConfigError: The `Accelerator` does not shard.
-    """
+    """Return a model that is sharded and not noted as one to train, such as a reference model."""
     if not accelerator.is_fsdp2:
         raise ConfigError(
             "`fsdp2_prepare_model` shards a model as the `Accelerator` does, which does not. Pass "
@@ -278,9 +274,6 @@ def recursively_apply(
         test_type: Whether something is taken for a tensor.
         error_on_other_type: Whether there may be nothing else.
         **kwargs: For `func`.
-
-    Raises:
-        TypeError: There is something else.
     """
 
     def applied(part: Any) -> Any:

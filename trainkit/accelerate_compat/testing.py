@@ -82,11 +82,7 @@ def _lines(stream: IO[str] | None, to: Any, label: str, quiet: bool) -> list[str
 def run_command(
     command: Sequence[Any], return_stdout: bool = False, env: Mapping[str, str] | None = None
 ) -> str | None:
-    """Run a program; return what it wrote, with its errors, where that is asked for.
-
-    Raises:
-        SubprocessCallException: It failed.
-    """
+    """Run a program; return what it wrote, with its errors, where that is asked for."""
     try:
         done = execute_subprocess_async(command, env, quiet=True, echo=False)
     except RuntimeError as error:

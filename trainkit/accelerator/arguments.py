@@ -165,11 +165,7 @@ def chosen_parallelism(given: Any) -> ParallelismConfig | None:
 def chosen_strategy(
     strategy: Any, fsdp_plugin: Any, hook: str, parallelism: ParallelismConfig | None = None
 ) -> Strategy | None:
-    """Return the strategy that the user or the launcher asks for; None where nobody does.
-
-    Args:
-        hook: The communication hook of the DDP that there is without a strategy.
-    """
+    """Return the strategy that the user or the launcher asks for; None where nobody does."""
     given: Any = strategy or fsdp_plugin
     if isinstance(given, FullyShardedDataParallelPlugin):
         given = given.strategy()

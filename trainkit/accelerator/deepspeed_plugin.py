@@ -208,11 +208,7 @@ class DeepSpeedPlugin:
         self.deepspeed_config["gradient_accumulation_steps"] = steps
 
     def optimizer(self, given: DummyOptim) -> Optimizer:
-        """Return the optimizer that the configuration asks for.
-
-        Raises:
-            ConfigError: It asks for none, or for one that is not torch's.
-        """
+        """Return the optimizer that the configuration asks for."""
         section = self.deepspeed_config.get("optimizer") or {}
         kind, known = str(section.get("type")), {name.lower(): name for name in BY_ELEMENT}
         if kind.lower() not in known:
@@ -304,11 +300,7 @@ def chosen_plugin(given: Any, strategy: Any, fsdp_plugin: Any) -> DeepSpeedPlugi
 
 
 def get_active_deepspeed_plugin(state: Any) -> DeepSpeedPlugin:
-    """Return the plugin of an `AcceleratorState`.
-
-    Raises:
-        ConfigError: It has none.
-    """
+    """Return the plugin of an `AcceleratorState`."""
     plugin: DeepSpeedPlugin | None = state.deepspeed_plugin
     if plugin is None:
         raise ConfigError("There is no DeepSpeed. Pass `Accelerator(deepspeed_plugin=...)`.")

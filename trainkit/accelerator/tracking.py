@@ -38,9 +38,6 @@ def register_tracker_class(tracker_class: Any) -> None:
     Args:
         tracker_class: A class over `GeneralTracker`. It is called with the name of the run, the
             folder of logs where `requires_logging_directory` is true, and its `init_kwargs`.
-
-    Raises:
-        ConfigError: It is no such class, has no name, or does not say whether it needs the folder.
     """
     is_kind = isinstance(tracker_class, type) and issubclass(tracker_class, GeneralTracker)
     kinds = {*tracker_class.__mro__} - {GeneralTracker} if is_kind else ()
@@ -64,9 +61,6 @@ class Trackers:
     Args:
         wanted: What `log_with` names: a name, "all", a tracker, or a list of these.
         processes: The processes of the job; most trackers are at work on the main one only.
-
-    Raises:
-        ConfigError: A name is not known, or its library is not there.
     """
 
     def __init__(self, wanted: Any, project: ProjectConfiguration, processes: Processes) -> None:

@@ -32,8 +32,6 @@ def read(name: str, reader: Callable[[object], T], default: T) -> T:
 
     Args:
         name: Of the variable, behind the prefix; `FSDP_...` and `PARALLELISM_...` have none.
-        reader: Of `trainkit.basics.parsing`.
-        default: What holds without the variable.
     """
     of_sharding = name.startswith(("FSDP_", "PARALLELISM_"))
     for variable in (name,) if of_sharding else (f"TRAINKIT_{name}", f"ACCELERATE_{name}"):

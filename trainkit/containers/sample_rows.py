@@ -334,10 +334,8 @@ def _filled_up(rows: list[Any], pad_value: float | None, path: str) -> list[Any]
     """Return tensors, or arrays, of one type, as large in later dimensions as the largest.
 
     Args:
-        rows: Of as many dimensions each.
         pad_value: What they are filled up with, at the end; None: what no loss or metric takes
             for data.
-        path: Names the value in errors.
 
     Raises:
         DataError: `pad_value` is needed, or is none of the type.

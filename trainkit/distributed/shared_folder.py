@@ -19,9 +19,6 @@ def check_shared(processes: Processes, folder: Path, owner: str) -> None:
 
     Every process must call it. One process of each other machine reads a file, which goes again.
 
-    Args:
-        folder: An absolute path that process 0 can write to.
-
     Raises:
         ConfigError: Machines have folders of their own; names the first one, and what to do.
     """

@@ -89,9 +89,6 @@ class Replay(Callback):
         """Return where the run goes on from, and its callbacks; nothing of it is written to.
 
         Every process must call it.
-
-        Raises:
-            ConfigError: The run has no journal, no checkpoints or no such step, or is another one.
         """
         processes = run.strategy.processes
 

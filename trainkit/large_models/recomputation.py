@@ -27,9 +27,6 @@ def recomputation(
             results of matrix products, convolutions and attention are kept, and all that is cheap
             is computed again.
         contexts: What blocks are to run in besides.
-
-    Raises:
-        ConfigError: There is no such way.
     """
     if how == "offload":
         return _checkpoint_offloaded, contexts

@@ -172,13 +172,7 @@ def section(name: str, value: object, place: str) -> dict[str, str]:
 
 
 def check_groups(variables: Mapping[str, str], kind: str | None, processes: int) -> None:
-    """Raise ConfigError where a job cannot have the groups of processes that it is told to have.
-
-    Args:
-        variables: What its processes are told.
-        kind: Its `distributed_type`.
-        processes: Of all machines.
-    """
+    """Raise ConfigError where a job cannot have the groups of processes that it is told to have."""
     if variables.get(GROUPS) != "true":
         return
     replicas, shards, pieces = (

@@ -112,11 +112,7 @@ def _entries(path: Path) -> Iterator[tuple[str, int, Any]]:
 
 
 def write(path: Path, values: Mapping[str, Any]) -> None:
-    """Write settings to a file, all of it or nothing.
-
-    Raises:
-        ConfigError: It cannot be written.
-    """
+    """Write settings to a file, all of it or nothing."""
     require("pyyaml", f"Writing `{path}`")
     import yaml
 

@@ -29,11 +29,7 @@ from trainkit.watch.listening import ports
 
 
 class ElasticMeeting(Meeting):
-    """What a launcher knows of an elastic job: itself, and the way to the store.
-
-    Raises:
-        DistributedError: There is no way to the store, or the job was told other things.
-    """
+    """What a launcher knows of an elastic job: itself, and the way to the store."""
 
     is_elastic = True
 

@@ -161,9 +161,6 @@ class Link:
     def gather(self, story: dict[str, Any], seconds: float) -> Mapping[int, dict[str, Any]] | None:
         """Bring together how the processes of each machine have ended.
 
-        Args:
-            seconds: How long the others may take.
-
         Returns:
             On machine 0 the stories by machine; None on others, when it has shown them; the own one
             alone where it is gone.

@@ -83,12 +83,7 @@ def is_own(address: str) -> bool:
 
 
 def reach(host: str, port: int, seconds: float, name: str = _MACHINE_0) -> tuple[str, str]:
-    """Connect to a server, which may start later than this; return its address, and the own one.
-
-    Args:
-        seconds: In which it must answer.
-        name: What it is called in sentences.
-    """
+    """Connect to a server, which may start later than this; return its address, and the own one."""
     end = time.monotonic() + seconds
     while True:
         left = max(_PAUSE, min(_ATTEMPT_SECONDS, end - time.monotonic()))

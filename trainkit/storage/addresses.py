@@ -19,11 +19,7 @@ _RUN = re.compile(r"\d{4}-\d\d-\d\d_\d+", re.ASCII)
 
 
 def folder_of(address: str, argument: str) -> Path:
-    """Return the folder of this machine that is mirrored to an address; nothing is made.
-
-    Raises:
-        ConfigError: The address is not supported, or its library is not installed.
-    """
+    """Return the folder of this machine that is mirrored to an address; nothing is made."""
     if address.startswith("hf:/"):
         raise ConfigError(
             f"`{argument}` is `{address}`, but under such addresses Hugging Face writes without "

@@ -145,11 +145,7 @@ class Remote:
                 scratch.replace(target)
 
     def outline(self, folder: Path, *, logs: bool) -> None:
-        """Bring manifests as they are, and of other files holes of their sizes.
-
-        Args:
-            logs: Bring what is of no checkpoint, too.
-        """
+        """Bring manifests as they are, and of other files holes of their sizes."""
         is_one = MANIFEST in self._found  # the address of a checkpoint, which is brought whole
         for name, size in self._found.items():
             path = folder / name

@@ -13,13 +13,7 @@ from trainkit.checkpoint.listing import Entry
 from trainkit.checkpoint.retention import Retention, best_of, rotate
 from trainkit.checkpoint.store import CheckpointStore
 from trainkit.errors import CheckpointError
-from trainkit.storage.copies import (
-    ForeignCheckpoint,
-    Remote,
-    State,
-    checkpoints_in,
-    files_in,
-)
+from trainkit.storage.copies import ForeignCheckpoint, Remote, State, checkpoints_in, files_in
 from trainkit.storage.lease import Lease, lease_seconds
 from trainkit.storage.objects import Objects, StorageError
 
@@ -83,11 +77,7 @@ class Mirror:
         return frozenset(entry.step for entry in found if entry.path.name == name)
 
     def wait_for(self, checkpoint: Path) -> None:
-        """Wait until a checkpoint, if it is of the folder, is at the address for other machines.
-
-        Raises:
-            StorageError: It could not be uploaded.
-        """
+        """Wait until a checkpoint, if it is of the folder, is at the address for other machines."""
         if not checkpoint.is_relative_to(self._folder):
             return
         name = checkpoint.relative_to(self._folder).as_posix()

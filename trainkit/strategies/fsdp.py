@@ -26,11 +26,7 @@ from trainkit.errors import ConfigError, quoted
 from trainkit.precision import Precision
 from trainkit.strategies import single_process_group
 from trainkit.strategies.activation_checkpointing import checkpoint_activations
-from trainkit.strategies.sharded import (
-    ShardedStrategy,
-    outside_graphs,
-    reshard_after_evaluation,
-)
+from trainkit.strategies.sharded import ShardedStrategy, outside_graphs, reshard_after_evaluation
 from trainkit.strategies.strategy import on_meta
 
 if TYPE_CHECKING:

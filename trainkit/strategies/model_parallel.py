@@ -22,11 +22,7 @@ from trainkit.errors import ConfigError, quoted
 from trainkit.precision import Precision
 from trainkit.strategies.fsdp import check_dense
 from trainkit.strategies.mesh_layout import MeshLayout, find_layout
-from trainkit.strategies.sharded import (
-    ShardedStrategy,
-    outside_graphs,
-    reshard_after_evaluation,
-)
+from trainkit.strategies.sharded import ShardedStrategy, outside_graphs, reshard_after_evaluation
 from trainkit.types import class_name
 
 _OWN_SUM = "replicated_with_grad_allreduce"

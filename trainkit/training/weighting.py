@@ -228,8 +228,6 @@ class Weighting:
         """Run the backward of what `weigh` returned, and of what it keeps apart.
 
         Args:
-            loss: What `weigh` returned.
-            run_backward: That of the precision.
             retain_graph: Whether another backward goes through the same graph afterwards.
         """
         options: Any = {"retain_graph": True} if retain_graph else {}  # else it is not said

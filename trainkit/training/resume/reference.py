@@ -131,7 +131,6 @@ def read_model(checkpoint: Checkpoint, module: nn.Module, like: Any = None) -> d
 
     Args:
         module: Has the base of what was saved, as `check_base` says.
-        like: As for `Checkpoint.read`.
     """
     state: dict[str, Any] = checkpoint.read("model", like)
     if KEY in checkpoint.manifest.metadata and isinstance(state, dict):  # as it will be checked

@@ -239,11 +239,7 @@ def check_evaluations(loaders: Mapping[str, PreparedLoader]) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FitSettings:
-    """What `Trainer.fit` was given beside a model and loaders; how it begins is checked.
-
-    Raises:
-        ConfigError: It cannot begin or end so.
-    """
+    """What `Trainer.fit` was given beside a model and loaders; how it begins is checked."""
 
     optimizer: Any = None
     lr_scheduler: Any = None
