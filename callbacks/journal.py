@@ -78,10 +78,10 @@ class Journal(Callback):
             state, samples = run.state, run.objectives.samples
             # A copy: whoever made the loss may use its memory again.
             loss = result.loss.to(self._dtype, copy=True)
-            place = state.step, state.skipped_steps, state.epoch, state.epoch_samples, samples
+            position = state.step, state.skipped_steps, state.epoch, state.epoch_samples, samples
             of_each = [result] if result.optimizers is None else result.optimizers.values()
             norms = [each.grad_norm for each in of_each if each.grad_norm is not None]
-            self._rows.append((place, loss, norms, result.reason))
+            self._rows.append((position, loss, norms, result.reason))
             if state.step % self._every == 0:
                 self._write()
 

@@ -72,10 +72,10 @@ class FileLogger(Logger):
     @override
     def _write(self, run: Run, kind: str, values: Mapping[str, float]) -> None:
         state = run.state
-        place = {"epoch": state.epoch, "samples": state.samples_seen, "kind": kind}
+        progress = {"epoch": state.epoch, "samples": state.samples_seen, "kind": kind}
         if self._tracker is not None:
             named = {f"log/{n}" if n in RESERVED else n: value for n, value in values.items()}
-            self._tracker.log(place | named, step=state.step)
+            self._tracker.log(progress | named, step=state.step)
 
     def _files(self, path: Path) -> tuple[Path, ...]:
         """Return all that is written."""

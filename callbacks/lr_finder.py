@@ -89,13 +89,13 @@ class LRFinder(Callback):
         self.suggestion = _steepest(self.rates, _smoothed(self.losses))
         best = self.suggestion
         found = "never falls" if best is None else f"falls most steeply at {best:.3g}"
-        place = ""
+        where = ""
         if run.output_dir is not None and self.rates and find_spec("matplotlib") is not None:
-            place = f" The curve: `{run.output_dir / 'lr_finder.png'}`."
+            where = f" The curve: `{run.output_dir / 'lr_finder.png'}`."
             if run.is_main_process:
                 self.plot(run.output_dir / "lr_finder.png")
         tried = f"{self.name} tried {len(self.rates)} learning rates"
-        run.print(f"trainkit: {tried}: the loss {found}.{place}")
+        run.print(f"trainkit: {tried}: the loss {found}.{where}")
         if self.stop and run.config.dry_run is None:
             run.evaluation.at_end = False
             run.checkpoints.saved_attempt = run.state.attempts  # nothing was trained to be saved

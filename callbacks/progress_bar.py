@@ -317,9 +317,9 @@ class _Above:
     def write(self, text: str) -> int:
         """Write the lines that end here, and what draws itself."""
         is_worker = os.getpid() != self._process  # which has a copy of the bar
-        places = (getattr(getattr(bar, "fp", None), "_wrapped", None) for bar in tqdm._instances)
+        streams = (getattr(getattr(bar, "fp", None), "_wrapped", None) for bar in tqdm._instances)
         # A bar of tqdm that comes here keeps to a line below ours.
-        if not self.is_above or is_worker or any(place is self for place in places):
+        if not self.is_above or is_worker or any(stream is self for stream in streams):
             self.stream.write(text)
         elif "\r" in text or self._is_drawn:
             if not self._is_drawn:

@@ -45,10 +45,10 @@ class TensorBoardLogger(Logger):
 
     @override
     def check_output(self, run: Run) -> None:
-        place = self._log_folder(run)
+        folder = self._log_folder(run)
         if run.is_main_process:
-            claim(run.internals.outputs, place, f"`{self.name}`")
-            check_folder(place, f"`{self.name}`")
+            claim(run.internals.outputs, folder, f"`{self.name}`")
+            check_folder(folder, f"`{self.name}`")
 
     def add_histogram(self, run: Run, name: str, histogram: Histogram) -> None:
         """Draw a histogram under `name` at the present step; the main process calls it."""
@@ -70,16 +70,16 @@ class TensorBoardLogger(Logger):
 
     @override
     def _make_tracker(self, run: Run) -> TensorBoardTracker:
-        place, state = self._log_folder(run), run.state
+        folder, state = self._log_folder(run), run.state
         if state.attempts == 0:
-            _move_away(place)
+            _move_away(folder)
         else:
-            _leave_out(place, state.skipped_steps)
+            _leave_out(folder, state.skipped_steps)
         # What was written at the step itself is not written again.
         purge = None if state.attempts == 0 else state.step + 1
         return TensorBoardTracker(
             "",
-            place,
+            folder,
             purge_step=purge,
             flush_secs=FLUSH_SECONDS,
             filename_suffix=_suffix(state.skipped_steps),

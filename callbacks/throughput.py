@@ -182,11 +182,11 @@ class Throughput(Callback):
         run.log({"time/step_seconds_max": max(steps)}, reduce="max")
         tokens: Tensor | float | None = self._tokens
         self._tokens = None
-        places, self._places = self._places, 0
+        positions, self._places = self._places, 0
         if tokens is not None and self._packed is not None and self.tokens is None:
-            places, tokens = int(tokens), tokens * (1 - self._packed)
-        if tokens is not None and places:
-            run.log({"data/padding": 1 - tokens / places}, weight=places)
+            positions, tokens = int(tokens), tokens * (1 - self._packed)
+        if tokens is not None and positions:
+            run.log({"data/padding": 1 - tokens / positions}, weight=positions)
         if tokens is not None:
             run.log({"time/tokens_per_second": tokens / seconds}, reduce="sum")
         if self.peak_flops is not None:

@@ -69,9 +69,9 @@ class WandbLogger(ServiceLogger):
 
     @override
     def check_output(self, run: Run) -> None:
-        place = self.directory or run.output_dir
-        if place is not None and run.is_main_process and run.internals.scratch is None:
-            check_folder(place / "wandb", f"`{self.name}`")
+        directory = self.directory or run.output_dir
+        if directory is not None and run.is_main_process and run.internals.scratch is None:
+            check_folder(directory / "wandb", f"`{self.name}`")
 
     @override
     def on_fit_start(self, run: Run) -> None:

@@ -59,9 +59,9 @@ class Record:
     def line(self) -> str:
         """Return it as it is written; numbers are read back to the last bit."""
         norm = "-" if self.grad_norm is None else repr(self.grad_norm)
-        place = f"{self.step} {self.skipped} {self.epoch} {self.first} {self.stop}"
+        position = f"{self.step} {self.skipped} {self.epoch} {self.first} {self.stop}"
         skip = "" if self.skip is None else " " + " ".join(self.skip.split())
-        return f"{place} {self.loss!r} {norm}{skip}"
+        return f"{position} {self.loss!r} {norm}{skip}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

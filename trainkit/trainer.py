@@ -710,9 +710,9 @@ class Trainer:
         from trainkit.training.resume.saved_weights import held  # on demand
 
         in_fit = "fit" in self._calls.names
-        place = self.run.output_dir if isinstance(self.run, Run) else self.output_dir
+        directory = self.run.output_dir if isinstance(self.run, Run) else self.output_dir
         model = self.strategy.to_device(model)
-        with held(model, checkpoint, place, self.strategy.processes, in_fit=in_fit):
+        with held(model, checkpoint, directory, self.strategy.processes, in_fit=in_fit):
             yield
 
     @contextmanager

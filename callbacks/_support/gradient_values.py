@@ -33,7 +33,7 @@ class Histogram:
     def edges(self) -> list[float]:
         """The edges of the bins, one more than there are bins."""
         width = (self.high - self.low) / len(self.counts)
-        return [self.low + width * place for place in range(len(self.counts))] + [self.high]
+        return [self.low + width * index for index in range(len(self.counts))] + [self.high]
 
     @property
     def centers(self) -> list[float]:
@@ -68,10 +68,10 @@ class GradientValues:
         parameters = [p for _, p in trained]
         self._run = run
         self._names = list(dict.fromkeys(keys))
-        place = {name: number for number, name in enumerate(self._names)}
+        numbers = {name: number for number, name in enumerate(self._names)}
         of_each = [run.strategy.local_gradients([p]) for p in parameters]
         there = [i for i, own in enumerate(of_each) if own]
-        self._groups = [place[keys[i]] for i in there]
+        self._groups = [numbers[keys[i]] for i in there]
         # How many processes hold the same part: each counts it by its share.
         self._copies = [_copies(parameters[i], run) for i in there]
         self._gradients = [_dense(g) for own in of_each for g in own]
@@ -111,8 +111,8 @@ class GradientValues:
         ):
             low, high = bounds[group]
             for chunk in _finite(gradient):
-                places = (chunk.to(wide_dtype(chunk.device.type)) - low) * (bins / (high - low))
-                found = torch.bincount(places.long().clamp(0, bins - 1), minlength=bins)
+                positions = (chunk.to(wide_dtype(chunk.device.type)) - low) * (bins / (high - low))
+                found = torch.bincount(positions.long().clamp(0, bins - 1), minlength=bins)
                 counts[group] += found.cpu() / copies
         totals = self._over_shards(counts.to(device), "sum").tolist()
         return {

@@ -98,11 +98,11 @@ def hidden_words(command: Sequence[str]) -> list[str]:
 
 def commit_of(folder: Path) -> str | None:
     """Return the commit that is checked out where `folder` is, None outside of a repository."""
-    for place in (folder, *folder.parents):
-        entry = place / ".git"
+    for parent in (folder, *folder.parents):
+        entry = parent / ".git"
         try:
             if entry.is_file():  # a work tree or a submodule, which says where its files are
-                entry = place / entry.read_text(encoding="utf-8").removeprefix("gitdir:").strip()
+                entry = parent / entry.read_text(encoding="utf-8").removeprefix("gitdir:").strip()
             if (entry / "HEAD").is_file():
                 return _head(entry)
         except (OSError, UnicodeDecodeError):
@@ -117,10 +117,10 @@ def _head(repository: Path) -> str | None:
     name = head.removeprefix("ref:").strip()
     shared = repository / "commondir"
     common = repository / shared.read_text(encoding="utf-8").strip() if shared.exists() else None
-    for place in (repository, *([common] if common else [])):
-        if (place / name).is_file():
-            return (place / name).read_text(encoding="utf-8").strip()
-        packed = place / "packed-refs"
+    for directory in (repository, *([common] if common else [])):
+        if (directory / name).is_file():
+            return (directory / name).read_text(encoding="utf-8").strip()
+        packed = directory / "packed-refs"
         for line in packed.read_text(encoding="utf-8").splitlines() if packed.exists() else ():
             if line.endswith(f" {name}"):
                 return line.split()[0]

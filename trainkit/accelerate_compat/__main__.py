@@ -37,9 +37,9 @@ class _Finder(MetaPathFinder):
     ) -> ModuleSpec | None:
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is not None and type(spec.loader) is SourceFileLoader:
-            place = Path(spec.loader.path)
-            is_near = place.is_relative_to(self._folder) and "site-packages" not in place.parts
-            if is_near and b"accelerate" in place.read_bytes():
+            origin = Path(spec.loader.path)
+            is_near = origin.is_relative_to(self._folder) and "site-packages" not in origin.parts
+            if is_near and b"accelerate" in origin.read_bytes():
                 spec.loader = _Rewriting(spec.loader.name, spec.loader.path)
         return spec
 

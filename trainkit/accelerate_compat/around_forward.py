@@ -155,8 +155,8 @@ class AlignDevicesHook(ModelHook):
             if self.weights_map is None:
                 self.weights_map = {name: tensor.to("cpu") for name, tensor in away.items()}
         for name in tensors if self.execution_device is not None else away:
-            place = "meta" if name in away else self.execution_device
-            set_module_tensor_to_device(module, name, place)
+            device = "meta" if name in away else self.execution_device
+            set_module_tensor_to_device(module, name, device)
         return module
 
     @override
@@ -169,8 +169,8 @@ class AlignDevicesHook(ModelHook):
             assert self.weights_map is not None
             to = "cpu" if self.execution_device is None else self.execution_device
             set_module_tensor_to_device(module, name, to, self.weights_map[name])
-        place = self.execution_device
-        return self._moved(args, place), self._moved(kwargs, place)
+        device = self.execution_device
+        return self._moved(args, device), self._moved(kwargs, device)
 
     @override
     def post_forward(self, module: nn.Module, output: Any) -> Any:
@@ -192,16 +192,16 @@ class AlignDevicesHook(ModelHook):
             module, self.offload_buffers, self.place_submodules, remove_non_persistent=True
         )
 
-    def _moved(self, tree: Any, place: Place | None) -> Any:
+    def _moved(self, tree: Any, device: Place | None) -> Any:
         """Return a nesting on a device but for `skip_keys`; None: as it is."""
-        if place is None:
+        if device is None:
             return tree
         if not (isinstance(tree, dict) and self.skip_keys):
-            return send_to_device(tree, place)
+            return send_to_device(tree, device)
         result = copy(tree)
         stays = [self.skip_keys] if isinstance(self.skip_keys, str) else self.skip_keys
         for name in tree.keys() - set(stays):
-            result[name] = send_to_device(tree[name], place)
+            result[name] = send_to_device(tree[name], device)
         return result
 
 
@@ -218,8 +218,8 @@ class CpuOffload(ModelHook):
         execution_device: Place | None = None,
         prev_module_hook: "UserCpuOffloadHook | None" = None,
     ) -> None:
-        place = default_kind() if execution_device is None else execution_device
-        self.execution_device = device_of(place)
+        device = default_kind() if execution_device is None else execution_device
+        self.execution_device = device_of(device)
         self.prev_module_hook = prev_module_hook
 
     @override

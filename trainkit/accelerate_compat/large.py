@@ -86,7 +86,7 @@ def get_balanced_memory(
         low_zero: Whether the first GPU gets only what the others have no room for.
     """
     free = room(max_memory)
-    gpus = sorted(place for place, size in free.items() if isinstance(place, int) and size)
+    gpus = sorted(device for device, size in free.items() if isinstance(device, int) and size)
     if not gpus:
         return free
     low_zero = low_zero and len(gpus) > 1

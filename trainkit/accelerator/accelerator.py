@@ -112,7 +112,7 @@ class Accelerator(Attributes):
         device: torch.device | str | None = None,
     ) -> None:
         handlers = arguments.Handlers(kwargs_handlers)
-        place = arguments.chosen_device(device, cpu=cpu)
+        torch_device = arguments.chosen_device(device, cpu=cpu)
         zero = chosen_plugin(deepspeed_plugin, strategy, fsdp_plugin)
         precision_name = arguments.chosen_precision(mixed_precision)
         if zero is not None and mixed_precision is None and precision_name == "no":
@@ -134,7 +134,7 @@ class Accelerator(Attributes):
             else LoopDeepSpeed(zero)
         )
         if chosen is not None:
-            place = chosen.agree_on(place)
+            torch_device = chosen.agree_on(torch_device)
         shared = 1
         if type(chosen) is DDP:  # which a `Trainer` tells where windows end
             unused, cap = chosen.find_unused_parameters, chosen.bucket_cap_mb
@@ -144,8 +144,8 @@ class Accelerator(Attributes):
             )
             chosen = None
         self.init_handler = handlers.of(InitProcessGroupKwargs)
-        arguments.join(self.init_handler, place)
-        super().__init__(device=place)
+        arguments.join(self.init_handler, torch_device)
+        super().__init__(device=torch_device)
         processes = self.processes
         self.loaders = UNDER_WAY
         self.profile_handler = handlers.of(ProfileKwargs)

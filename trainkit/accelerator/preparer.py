@@ -206,14 +206,14 @@ class Preparer:
         yield from settings("dataloader_config", self.sharing.configuration)
         yield from self._loaders_of(objects)
         for index, thing in enumerate(objects):
-            place = f"prepare(...)[{index}]"
+            argument = f"prepare(...)[{index}]"
             if isinstance(thing, nn.Module) and not self._is_prepared(thing):
-                yield from describe_model(f"`{place}`", thing)
+                yield from describe_model(f"`{argument}`", thing)
             if isinstance(thing, Optimizer):
                 # A group made of a `set` has another order on each process, and nothing follows it.
-                yield from optimizer_settings(place, thing, ordered=False)
+                yield from optimizer_settings(argument, thing, ordered=False)
             if isinstance(thing, LRScheduler):
-                yield from settings(place, thing)
+                yield from settings(argument, thing)
 
     def _loaders_of(self, objects: Sequence[Any]) -> Iterator[tuple[str, str]]:
         for index, thing in enumerate(objects):
@@ -262,15 +262,15 @@ class Preparer:
 
     def _stays(self, model: nn.Module, evaluation_mode: bool) -> bool:
         """Return whether a device map has put parts of a model elsewhere, where they stay."""
-        places = {str(place) for place in getattr(model, "hf_device_map", {}).values()}
+        devices = {str(device) for device in getattr(model, "hf_device_map", {}).values()}
         quantized = any(getattr(model, f"is_loaded_in_{bits}bit", False) for bits in (4, 8))
         apart = {"disk"} if self.sharing.device.type == "cpu" else {"cpu", "disk"}
         offloaded = any(hasattr(p, READ) for p in model.parameters())
         stays = offloaded or any(len(getattr(m, "hf_device_map", ())) > 1 for m in model.modules())
         alone = self.sharing.processes.size == 1
-        if not evaluation_mode and ((quantized and places & apart) or (stays and not alone)):
+        if not evaluation_mode and ((quantized and devices & apart) or (stays and not alone)):
             raise ConfigError(
-                f"`device_map` has put the model on {sorted(places)}: on several processes, or in "
+                f"`device_map` has put the model on {sorted(devices)}: on several processes, or in "
                 "4 or 8 bits with CPU or disk offload, it cannot be trained. Load all of it on the "
                 "device, or pass `evaluation_mode=True` to `prepare_model`."
             )

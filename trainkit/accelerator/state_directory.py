@@ -103,8 +103,8 @@ class StateDirectory:
             report: Told of each state that is passed over.
         """
 
-        def read_here(place: tuple[str, str]) -> T:
-            with on_this_machine(Path(place[1]), self._processes) as (here, _):
+        def read_here(state: tuple[str, str]) -> T:
+            with on_this_machine(Path(state[1]), self._processes) as (here, _):
                 return read(here)
 
         found = first_verified(

@@ -76,10 +76,10 @@ class StreamedShare(SharedLoader):
             torch.empty((), dtype=torch.int64).random_()
         share, stream = self._inner.batch_size, self._inner.stream
         jumps = share is not None and skip > 0
-        place = (resumption or {}).get("stream")
-        if stream and resumption and place and skip == resumption["batches"]:
-            stream.load_state_dict(place)
-            jumps = jumps or place["state"] is not None
+        saved = (resumption or {}).get("stream")
+        if stream and resumption and saved and skip == resumption["batches"]:
+            stream.load_state_dict(saved)
+            jumps = jumps or saved["state"] is not None
         position = skip * share * self._sharing.processes.size if share is not None else 0
         self._length = self._inner.batches_per_epoch
         batches = self._inner.batches(self.epoch, position=position)

@@ -85,22 +85,22 @@ class Trackers:
         Raises:
             ConfigError: A tracker lacks its folder, or two write to one place.
         """
-        place = self._project.folder("logging_dir")
+        logging_dir = self._project.folder("logging_dir")
         made: list[GeneralTracker] = []
-        for entry in _checked(self.wanted, place):
+        for entry in _checked(self.wanted, logging_dir):
             if isinstance(entry, GeneralTracker):
                 made.append(entry)
                 continue
-            name, folder = run_name, (place,) if KINDS[entry].requires_logging_directory else ()
+            name, needs_folder = run_name, KINDS[entry].requires_logging_directory
             given = {**options.get(entry, {})}
             if entry == "mlflow":  # what `mlflow run` says goes first
                 name = os.environ.get("MLFLOW_EXPERIMENT_NAME", name)
                 said = {key: os.environ.get(f"MLFLOW_{key.upper()}") for key in ("run_id", "tags")}
                 given |= {key: value for key, value in said.items() if value}
-            made.append(KINDS[entry](name, *folder, **given))
+            made.append(KINDS[entry](name, *((logging_dir,) if needs_folder else ()), **given))
         is_main = self._processes.is_main  # which scripts let call this alone
-        if is_main and place and any(each.requires_logging_directory for each in made):
-            check_folder(Path(place) / run_name, "`init_trackers`")
+        if is_main and logging_dir and any(each.requires_logging_directory for each in made):
+            check_folder(Path(logging_dir) / run_name, "`init_trackers`")
         taken: dict[Path, str] = {}
         for number, tracker in enumerate(made):
             if tracker.place is not None:
@@ -167,4 +167,4 @@ def _checked(wanted: Any, logging_dir: str | Path | None) -> list[Any]:
                 f"Logging with `{name}` requires a `logging_dir`: it writes files. Pass "
                 "`Accelerator(project_dir=...)`."
             )
-    return [name for place, name in enumerate(names) if name not in names[:place]]
+    return [name for index, name in enumerate(names) if name not in names[:index]]

@@ -88,7 +88,7 @@ def _value(value: Any, path: str) -> Any:
         hides = [k for k, v in found.items() if isinstance(v, str) and _SECRET.search(k)]
         return found | dict.fromkeys(hides, "(hidden)")
     if isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray):
-        return [_value(entry, f"{path}[{place}]") for place, entry in enumerate(value)]
+        return [_value(entry, f"{path}[{index}]") for index, entry in enumerate(value)]
     raise ConfigError(
         f"`{path}` is of the type `{named}`, which cannot be written as a hyperparameter. Give a "
         "number, a text, True, False, None or a nesting of these, such as its name, or leave it "

@@ -93,11 +93,11 @@ def why(path: Path, error: OSError) -> str:
     if isinstance(error, IsADirectoryError):
         return f"`{path}` is a folder"
     in_the_way = isinstance(error, FileExistsError | FileNotFoundError | NotADirectoryError)
-    for place in (path, *path.parents) if in_the_way else ():
-        if os.path.islink(place) and not os.path.exists(place):
-            return f"`{place}` is a link to `{os.readlink(place)}`, which does not exist"
-        if os.path.isfile(place):
-            return f"`{place}` is a file, not a folder"
+    for ancestor in (path, *path.parents) if in_the_way else ():
+        if os.path.islink(ancestor) and not os.path.exists(ancestor):
+            return f"`{ancestor}` is a link to `{os.readlink(ancestor)}`, which does not exist"
+        if os.path.isfile(ancestor):
+            return f"`{ancestor}` is a file, not a folder"
     return str(error)
 
 
@@ -122,7 +122,7 @@ def folder_of_run(parent: Path, resume: str | Path | None) -> Path:
     """
     if address_of(parent) is not None:
         ask("fetch_names")(parent)
-    matches = [_RUN.fullmatch(place.name) for place in parent.glob("*_*") if place.is_dir()]
+    matches = [_RUN.fullmatch(entry.name) for entry in parent.glob("*_*") if entry.is_dir()]
     runs = sorted((match[1], int(match[2]), match[0]) for match in matches if match)
     if resume in ("auto", "must"):
         if runs or any(parent.glob("checkpoints/step-*")):

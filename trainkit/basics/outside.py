@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from trainkit.basics.torch_internals import hooks_of
 
-_Place = CellType | dict[str, Any] | type
+_Holder = CellType | dict[str, Any] | type
 _STANDARD = Path(os.__file__).parent
 _FUNCTIONS = (FunctionType, MethodType, partial)
 _MISSING = object()
@@ -32,62 +32,62 @@ class Outside(MutableMapping[str, Any]):
 
     Args:
         *functions: Where to begin. A class among them stands for its attributes.
-        known: Whose places are left out.
+        known: Whose variables are left out.
     """
 
     def __init__(self, *functions: Any, known: "Outside | None" = None) -> None:
-        self._places: dict[str, tuple[_Place, str]] = {}
-        others = {} if known is None else known._places
-        left_out = {(id(place), own) for place, own in others.values()}
+        self._holders: dict[str, tuple[_Holder, str]] = {}
+        others = {} if known is None else known._holders
+        left_out = {(id(holder), own) for holder, own in others.values()}
         waiting, seen = list(functions), set[int]()
         while waiting:
             function = waiting.pop(0)
             if id(function) in seen:
                 continue
             seen.add(id(function))
-            for name, place, own in _places(function):
-                value = _read(place, own)
+            for name, holder, own in _holders(function):
+                value = _read(holder, own)
                 if isinstance(value, FunctionType | MethodType | partial):
                     waiting.append(value)
                     continue
                 kind = value if isinstance(value, type) else type(value)
                 waiting += functions_of(kind) if is_users(kind) else []
-                if (id(place), own) in left_out:
+                if (id(holder), own) in left_out:
                     continue
                 key, other = name, f"{getattr(function, '__qualname__', 'partial')}.{name}"
-                while self._places.setdefault(key, (place, own))[0] is not place:
+                while self._holders.setdefault(key, (holder, own))[0] is not holder:
                     key, other = other, f"{other}'"  # there are others of that name
 
     @override
     def __getitem__(self, name: str) -> Any:
-        value = _read(*self._places[name])
+        value = _read(*self._holders[name])
         if value is _MISSING:
             raise KeyError(name)
         return value
 
     @override
     def __setitem__(self, name: str, value: Any) -> None:
-        place, own = self._places.get(name, ({}, name))  # it may be read no more
-        if isinstance(place, CellType):
-            place.cell_contents = value
-        elif isinstance(place, type):
-            setattr(place, own, value)
+        holder, own = self._holders.get(name, ({}, name))  # it may be read no more
+        if isinstance(holder, CellType):
+            holder.cell_contents = value
+        elif isinstance(holder, type):
+            setattr(holder, own, value)
         else:
-            place[own] = value
+            holder[own] = value
 
     @override
     def __delitem__(self, name: str) -> None:
-        place, own = self._places[name]
-        if isinstance(place, CellType):
-            del place.cell_contents
-        elif isinstance(place, type):
-            delattr(place, own)
+        holder, own = self._holders[name]
+        if isinstance(holder, CellType):
+            del holder.cell_contents
+        elif isinstance(holder, type):
+            delattr(holder, own)
         else:
-            del place[own]
+            del holder[own]
 
     @override
     def __iter__(self) -> Iterator[str]:
-        return (name for name in self._places if name in self)
+        return (name for name in self._holders if name in self)
 
     @override
     def __len__(self) -> int:
@@ -131,12 +131,12 @@ def _is_users(module: str) -> bool:
     return not (is_installed or path.is_relative_to(_STANDARD))
 
 
-def _places(function: Any) -> Iterator[tuple[str, _Place, str]]:
+def _holders(function: Any) -> Iterator[tuple[str, _Holder, str]]:
     """Yield what a function reads: what it is called, where it stands, and under which name."""
     if isinstance(function, partial):
         given = {str(index): each for index, each in enumerate(function.args)}
         yield "function", {"function": function.func}, "function"
-        yield from ((name, place, name) for place in (given, function.keywords) for name in place)
+        yield from ((n, holder, n) for holder in (given, function.keywords) for n in holder)
         return
     if isinstance(function, type):
         yield from _members(function.__name__, function, frozenset())
@@ -152,14 +152,14 @@ def _places(function: Any) -> Iterator[tuple[str, _Place, str]]:
     last = code.co_argcount
     defaults = function.__defaults__ or ()
     given = dict(zip(code.co_varnames[last - len(defaults) : last], defaults, strict=True))
-    for place in (given, function.__kwdefaults__ or {}, vars(function)):
-        yield from ((name, place, name) for name in place)
+    for holder in (given, function.__kwdefaults__ or {}, vars(function)):
+        yield from ((name, holder, name) for name in holder)
     for name in sorted(_globals_named(code)):
         yield name, known, name
         yield from _members(name, known.get(name), _attributes_named(code))
 
 
-def _members(name: str, value: Any, named: frozenset[str]) -> Iterator[tuple[str, _Place, str]]:
+def _members(name: str, value: Any, named: frozenset[str]) -> Iterator[tuple[str, _Holder, str]]:
     """Yield what is named of a module, and all that a class has."""
     is_module = isinstance(value, ModuleType)
     if not (is_module or isinstance(value, type)) or not is_users(value):
@@ -173,13 +173,13 @@ def _members(name: str, value: Any, named: frozenset[str]) -> Iterator[tuple[str
                 yield from _members(f"{name}.{key}", each, named)
 
 
-def _read(place: _Place, name: str) -> Any:
-    if isinstance(place, dict):
-        return place.get(name, _MISSING)
-    if isinstance(place, type):
-        return vars(place).get(name, _MISSING)
+def _read(holder: _Holder, name: str) -> Any:
+    if isinstance(holder, dict):
+        return holder.get(name, _MISSING)
+    if isinstance(holder, type):
+        return vars(holder).get(name, _MISSING)
     try:
-        return place.cell_contents
+        return holder.cell_contents
     except ValueError:  # it is empty still
         return _MISSING
 

@@ -34,12 +34,12 @@ def find_task(env: Mapping[str, str]) -> dict[str, str] | None:
     """
     for names in _MPI:
         if all(name in env for name in names):
-            place, host = [env[name] for name in names], ""
+            numbers, host = [env[name] for name in names], ""
             break
     else:
         if not all(name in env for name in _SLURM) or _is_shell(env):
             return None
-        *place, node, tasks, hosts = (env[name] for name in _SLURM)
+        *numbers, node, tasks, hosts = (env[name] for name in _SLURM)
         each = re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks)  # Slurm writes 4,4,3 as `4(x2),3`
         counts = [count for count, times in each for _ in range(int(times or 1))]
         if not node.isdecimal() or int(node) >= len(counts):
@@ -47,11 +47,11 @@ def find_task(env: Mapping[str, str]) -> dict[str, str] | None:
                 f"Slurm says that this is node {node!r} of a step with {tasks!r} tasks on its "
                 "nodes, which cannot be. Pass all variables `SLURM_*` on as `srun` sets them."
             )
-        place = [*place, counts[int(node)]]
+        numbers = [*numbers, counts[int(node)]]
         first = re.match(r"(?:[^,\[]|\[[^]]*\])*", hosts)  # of such as `gpu[07-09,12],login1`
         host = re.sub(r"\[([^],-]+)[^]]*\]", r"\1", first[0] if first else "")
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    task = dict(zip(names, place, strict=True))
+    task = dict(zip(names, numbers, strict=True))
     host = "127.0.0.1" if task["LOCAL_WORLD_SIZE"] == task["WORLD_SIZE"] else host
     task |= {"MASTER_ADDR": host} if host else {}
     if number := job_number(env):

@@ -282,8 +282,8 @@ def sharded_groups(model: nn.Module) -> Iterator[tuple[Any, dict[nn.Parameter, A
     for module in model.modules():
         state: Any = getattr(module, "_get_fsdp_state", lambda: None)()
         if (group := getattr(state, "_fsdp_param_group", None)) is not None:
-            places = [(p, p._module_info) for p in group.fsdp_params]
-            yield group.mesh_info.mesh, {getattr(at.module, at.param_name): p for p, at in places}
+            infos = [(p, p._module_info) for p in group.fsdp_params]
+            yield group.mesh_info.mesh, {getattr(at.module, at.param_name): p for p, at in infos}
 
 
 def has_unreduced_shards(model: nn.Module) -> bool:

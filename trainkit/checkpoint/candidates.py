@@ -16,30 +16,30 @@ T = TypeVar("T")
 
 def first_verified(
     processes: Processes,
-    places: Iterator[P | None],
+    candidates: Iterator[P | None],
     load: Callable[[P], T],
     skip: Callable[[CheckpointCorrupt], None] | None,
 ) -> tuple[P, T] | None:
-    """Load the first checkpoint that is whole on all processes; return its place, and it.
+    """Load the first checkpoint that is whole on all processes; return the candidate, and it.
 
     Every process must call it. Errors other than `CheckpointCorrupt` are raised by all.
 
     Args:
-        places: Where checkpoints are, those of process 0; None where there is nothing to load.
+        candidates: Where checkpoints are, those of process 0; None where there is nothing to load.
         load: Reads one.
         skip: Told why a checkpoint is broken, on each process; None: that is raised.
     """
-    while (place := run_on_main(processes, lambda: next(places))) is not None:
-        found = _load(processes, load, place)
+    while (candidate := run_on_main(processes, lambda: next(candidates))) is not None:
+        found = _load(processes, load, candidate)
         if not isinstance(found, CheckpointCorrupt):
-            return place, found
+            return candidate, found
         if skip is None:
             raise found
         skip(found)
     return None
 
 
-def _load(processes: Processes, load: Callable[[P], T], place: P) -> T | CheckpointCorrupt:
+def _load(processes: Processes, load: Callable[[P], T], candidate: P) -> T | CheckpointCorrupt:
     """Return a checkpoint, or why it is broken, as some process sees it.
 
     Nobody goes on before all have compared their share of it. What one finds broken is no other
@@ -48,7 +48,7 @@ def _load(processes: Processes, load: Callable[[P], T], place: P) -> T | Checkpo
     found: T | CheckpointCorrupt | None = None
     failure: Exception | None = None
     try:
-        found = load(place)
+        found = load(candidate)
     except CheckpointCorrupt as error:
         found = error
     except Exception as error:

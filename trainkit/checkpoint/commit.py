@@ -96,9 +96,9 @@ def _too_large(name: str, size: int, tree: Any) -> CheckpointError:
     if type(tree) is dict:
         inside = {key: len(strict_json.dump(value)) for key, value in tree.items()}
     largest = max(inside, key=inside.__getitem__, default="")
-    place = f", most of it in `{name}.{largest}`" if largest else ""
+    mostly = f", most of it in `{name}.{largest}`" if largest else ""
     return CheckpointError(
-        f"`{name}` makes {size} bytes of JSON{place}, but at most {strict_json.LARGEST} are "
+        f"`{name}` makes {size} bytes of JSON{mostly}, but at most {strict_json.LARGEST} are "
         "allowed. Store large numbers of values as tensors or arrays."
     )
 
@@ -184,11 +184,11 @@ class Save:
         try:
             folder, version, self._needed, takes = self._step_of_all(prepare, self._begin)
             own = [file for file in planned if not (takes and file.is_sent)]
-            place, planned = self._directory / folder, [*own, *self._pack]
+            path, planned = self._directory / folder, [*own, *self._pack]
             digests: dict[str, Any] = {}
-            contents = [(place / file.name, _hashed(file, digests)) for file in planned]
+            contents = [(path / file.name, _hashed(file, digests)) for file in planned]
             deliver = None if self._courier is None else self._courier.deliver
-            is_sent = deliver is not None and deliver(contents, place, self._step_of_all)
+            is_sent = deliver is not None and deliver(contents, path, self._step_of_all)
 
             def write() -> list[_Written]:
                 """Write files and return what they must be, once they survive a power cut."""
@@ -230,11 +230,11 @@ class Save:
             failure, result = attempt(lambda: conclude([result for _, result in answers]))
             return " on process 0" * several, failure, result
 
-        place, failure, result = self._agree(attempt(action), lead)
+        who, failure, result = self._agree(attempt(action), lead)
         if failure is not None:
             text, file, errno = failure
             raise CheckpointError(
-                f"Saving step {self._step} failed{place}: {text}",
+                f"Saving step {self._step} failed{who}: {text}",
                 path=self._directory,
                 file=file,
                 errno=errno,

@@ -29,8 +29,8 @@ class Unfit(ValueError):
     """
 
     def __init__(self, why: str, *keys: Any) -> None:
-        place = ".".join(map(str, keys))
-        super().__init__(f"`{place}` {why}" if place else f"it {why}")
+        path = ".".join(map(str, keys))
+        super().__init__(f"`{path}` {why}" if path else f"it {why}")
         self.why = why
         self.keys = keys
 

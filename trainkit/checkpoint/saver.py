@@ -159,8 +159,8 @@ class Saver:
             best = next(iter(self._ranked()), None)
             if best is None or self.keep_best is None:
                 return None
-            place = str(best.path.relative_to(directory))
-            return place, best.step, best.manifest.metrics[self.keep_best[0]]
+            name = str(best.path.relative_to(directory))
+            return name, best.step, best.manifest.metrics[self.keep_best[0]]
 
         found = run_on_main(self._processes, find)
         return None if found is None else (str(directory / found[0]), *found[1:])

@@ -90,14 +90,14 @@ class _CopyPass:
         if refused_tensor(tensor):
             self.refused = True
             return tensor
-        place, address = len(self.sources), tensor.data_ptr()
-        first = self._first.setdefault(address, place)
-        if first != place:
+        number, address = len(self.sources), tensor.data_ptr()
+        first = self._first.setdefault(address, number)
+        if first != number:
             more = self._more.setdefault(address, [])
             for index in (first, *more):
                 if tensor.numel() and _is_same(tensor, self.sources[index]):
                     return self.targets[index]
-            more.append(place)
+            more.append(number)
         buffer = self._buffer_for(tensor, last)
         self._taken.add(id(buffer))
         if not tensor.is_cpu:

@@ -109,8 +109,8 @@ def parameter_names(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> d
     Those that are not in `parameters` are called by their place.
     """
     names = {id(parameter): name for name, parameter in parameters.items()}
-    for place, parameter in enumerate(p for g in optimizer.param_groups for p in g["params"]):
-        names.setdefault(id(parameter), f"optimizer.{place}")
+    for index, parameter in enumerate(p for g in optimizer.param_groups for p in g["params"]):
+        names.setdefault(id(parameter), f"optimizer.{index}")
     return names
 
 
@@ -140,12 +140,12 @@ def load_named_optimizer_state(
         keep_settings: The settings of the groups, such as learning rates, stay as they are.
     """
     order = [name for group in saved["groups"] for name in group["params"]]
-    places = {name: place for place, name in enumerate(order)}
+    numbers = {name: number for number, name in enumerate(order)}
     groups = [
-        {**(present if keep_settings else group), "params": [places[n] for n in group["params"]]}
+        {**(present if keep_settings else group), "params": [numbers[n] for n in group["params"]]}
         for group, present in zip(saved["groups"], optimizer.param_groups, strict=True)
     ]
-    state = {places[name]: values for name, values in saved["state"].items()}
+    state = {numbers[name]: values for name, values in saved["state"].items()}
     states = {"state": state, "param_groups": groups}
     load_optimizer(optimizer, states, [parameters.get(n) for n in order], saved.get("other"))
     present = (p for group in optimizer.param_groups for p in group["params"])

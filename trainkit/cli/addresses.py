@@ -31,13 +31,13 @@ def local_copies(options: argparse.Namespace) -> Iterator[None]:
         if found == path:  # of this machine, or an address of one, which was brought whole
             yield path
             return
-        with tempfile.TemporaryDirectory(prefix="trainkit-") as place:
-            target = Path(place) / path.name
+        with tempfile.TemporaryDirectory(prefix="trainkit-") as temporary:
+            target = Path(temporary) / path.name
             outlines[found].copy(path.relative_to(found).as_posix(), target)
             yield target
 
     options.whole = whole
-    with ExitStack() as places:
+    with ExitStack() as stack:
 
         def outlined(name: str, given: Path, logs: bool) -> Path:
             if not is_address(given):
@@ -45,8 +45,8 @@ def local_copies(options: argparse.Namespace) -> Iterator[None]:
             from trainkit.storage.addresses import outline  # only addresses need it
 
             options.addresses[name] = folder = absolute(given, name, stored=True)
-            place = tempfile.TemporaryDirectory(prefix="trainkit-")
-            target = Path(places.enter_context(place)) / folder.name
+            temporary = tempfile.TemporaryDirectory(prefix="trainkit-")
+            target = Path(stack.enter_context(temporary)) / folder.name
             outlines[target] = outline(folder, target, logs=logs)
             return target
 

@@ -149,8 +149,8 @@ def _list(options: argparse.Namespace) -> int:
             manifest, folder = entry.manifest, prefix + entry.path.name
             with _noted(broken, folder):
                 check_sizes(entry.path)
-            place = best.index(entry) if entry in best else -1
-            notes = [f"best {place + 1}" if place else "best"] * (place >= 0)
+            rank = best.index(entry) if entry in best else -1
+            notes = [f"best {rank + 1}" if rank else "best"] * (rank >= 0)
             notes += ["last"] * (entry in last) + ["pinned"] * (entry.step in pinned)
             notes += ["BROKEN"] * (folder in broken) + ["NOT FINITE"] * (not manifest.is_finite)
             size, values = readable_size(manifest.size), manifest.metrics
@@ -180,8 +180,8 @@ def _verify(options: argparse.Namespace) -> int:
     broken: dict[str, str] = {}
     for each in paths:
         name = _shown(each)
-        with _noted(broken, name), options.whole(each) as place:
-            verify(place)
+        with _noted(broken, name), options.whole(each) as whole:
+            verify(whole)
         print(f"BROKEN {name}: {broken[name]}" if name in broken else f"ok {name}")
     return int(bool(broken))
 
@@ -192,8 +192,8 @@ def _shown(path: Path) -> str:
 
 def _show(options: argparse.Namespace) -> int:
     path = _single(options.ckpt)
-    with options.whole(path) as place:
-        contents = read_contents(place)
+    with options.whole(path) as whole:
+        contents = read_contents(whole)
     manifest = contents.manifest
     made = f"made {manifest.created} by {manifest.world_size} process(es)"
     of = f"of the run {manifest.run_id!r}, {readable_size(manifest.size)}"
@@ -297,9 +297,9 @@ def _prunable(
     run = folder.parent if is_inside else folder
     with (
         nullcontext() if options.dry_run else writing(run) as lease,
-        tempfile.TemporaryDirectory(prefix="trainkit-") as place,
+        tempfile.TemporaryDirectory(prefix="trainkit-") as temporary,
     ):
-        target = Path(place) / folder.name
+        target = Path(temporary) / folder.name
         remote = outline(folder, target, logs=False)
 
         def remove(_: CheckpointStore, entry: Entry) -> None:

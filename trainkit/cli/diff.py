@@ -140,19 +140,19 @@ def _batches(x: Mapping[str, Any], y: Mapping[str, Any], a: Path, b: Path) -> st
 
     mine, theirs = load_file(a), load_file(b)
     for number, (one, two) in enumerate(zip(x["micro_batches"], y["micro_batches"], strict=False)):
-        place, indices = f"in micro-batch {number}", one.get("indices", [])
+        where, indices = f"in micro-batch {number}", one.get("indices", [])
         if (one["count"], indices) != (two["count"], two.get("indices", [])):
-            return f"{place} are the samples {_few(one)} in A, {_few(two)} in B"
+            return f"{where} are the samples {_few(one)} in A, {_few(two)} in B"
         for name in re.findall(r'"(batch\.\d+)"', json.dumps(one["data"])):
             value, other = mine[name], theirs.get(name)
             if other is None or value.shape != other.shape:
-                return f"`{name}` {place} has another shape"
+                return f"`{name}` {where} has another shape"
             unequal = (value != other) & ((value == value) | (other == other))  # NaN is itself
             if unequal.any():
                 bad = unequal.reshape(len(value), -1).any(1) if value.ndim else unequal[None]
                 rows = bad.nonzero().flatten().tolist()[:_MOST_ROWS]
                 of = f" (samples {[indices[row] for row in rows]})" if indices else ""
-                return f"rows {rows}{of} {place} have other values in `{name}`"
+                return f"rows {rows}{of} {where} have other values in `{name}`"
     return "in what has no rows"
 
 

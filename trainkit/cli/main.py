@@ -86,13 +86,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _show(
-    otherwise: Callable[..., None], message: Warning | str, kind: type[Warning], *place: Any
+    otherwise: Callable[..., None], message: Warning | str, kind: type[Warning], *where: Any
 ) -> None:
     """Tell what could not be read as all else is told, without the line of the program."""
     if issubclass(kind, LeftOut):
         print(f"trainkit: {message}", file=sys.stderr)
     else:
-        otherwise(message, kind, *place)
+        otherwise(message, kind, *where)
 
 
 def _parser(command: str) -> CommandParser:

@@ -191,8 +191,8 @@ def _made(header: Mapping[str, Any], folder: Path) -> dict[str, dict[str, Any]]:
     found["environment"] |= {"CPU threads": start["threads"], **header["versions"]}
     found["code"] = {name: " ".join(sorted(digests)) for name, digests in files.items()}
     words = [word for word in start.get("command", ())[1:] if word != "-u"]  # of a launcher
-    place, own = Path(start["folder"]), realpath(folder)
-    given = (w for w in words if realpath(place / w.rpartition("=")[2]) != own)
+    base, own = Path(start["folder"]), realpath(folder)
+    given = (w for w in words if realpath(base / w.rpartition("=")[2]) != own)
     found["command"] = dict(Counter(f"`{word}`" for word in given))
     found["machine"] = {"host": header["started"].get("host")}
     return found

@@ -56,8 +56,8 @@ def _run(options: argparse.Namespace) -> int:
         journal.check_reached(options.step)
     record = None if options.step is None else journal.record_of(options.step)
     header = journal.header if record is None else journal.header_of(record)
-    with tempfile.TemporaryDirectory(prefix="trainkit-") as place:
-        answer = Path(place) / "answer.json"
+    with tempfile.TemporaryDirectory(prefix="trainkit-") as temporary:
+        answer = Path(temporary) / "answer.json"
         asked = {
             "run": str(options.folder.resolve()),
             "step": options.step,

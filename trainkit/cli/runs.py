@@ -58,17 +58,17 @@ def _list(options: argparse.Namespace) -> int:
 
 def _read(folder: Path) -> Iterator[Facts | TrainkitError]:
     """Yield what is known of each run in a folder; where one cannot be read, why."""
-    places = find_runs(folder)
-    if not places:
+    paths = find_runs(folder)
+    if not paths:
         raise ConfigError(
             f"`{folder}` {'holds no run' if folder.is_dir() else 'is no folder'}. Pass a folder in "
             "which runs have their `output_dir`; a run is what `JSONLLogger` or `Checkpoint` wrote."
         )
-    for place in places:
-        name = str(place.parent if place.name in (CHECKPOINTS, METRICS) else place)
+    for path in paths:
+        name = str(path.parent if path.name in (CHECKPOINTS, METRICS) else path)
         try:
-            is_log = place.name != CHECKPOINTS
-            known = facts_of(place) if is_log else _of_checkpoints(place)
+            is_log = path.name != CHECKPOINTS
+            known = facts_of(path) if is_log else _of_checkpoints(path)
             yield {"run": name, **known}
         except TrainkitError as error:
             yield error

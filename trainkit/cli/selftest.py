@@ -105,10 +105,10 @@ def _jobs(resolved: Resolved, most: int) -> list[tuple[int, Resolved]]:
     job = replace(resolved.job, num_processes=None)
     there = make_plan(replace(resolved, job=job), _checks()).needs_gpus
     sizes = sorted({1, most})
-    places = [(size, False) for size in sizes if size <= there]
-    if len(places) < len(sizes):
-        places += [(size, True) for size in sizes]
+    jobs = [(size, False) for size in sizes if size <= there]
+    if len(jobs) < len(sizes):
+        jobs += [(size, True) for size in sizes]
     return [
         (size, replace(resolved, job=replace(job, num_processes=size, use_cpu=on_cpu)))
-        for size, on_cpu in places
+        for size, on_cpu in jobs
     ]

@@ -33,8 +33,8 @@ class Unencodable(TypeError):
     """
 
     def __init__(self, reason: str, keys: list[Any]) -> None:
-        place = "".join(f"[{key!r}]" for key in keys[:8]) + "..." * (len(keys) > 8)
-        super().__init__(f"At `value{place}`: {reason}" if keys else reason)
+        path = "".join(f"[{key!r}]" for key in keys[:8]) + "..." * (len(keys) > 8)
+        super().__init__(f"At `value{path}`: {reason}" if keys else reason)
         self.reason = reason
 
 

@@ -183,10 +183,10 @@ class _SampleFetch(_CollatedFetch):
                         seed(key)
                         samples[position] = base[index if mapping is None else mapping[index]]
         except Exception as error:
-            place = f"while it read the samples {_listed(indices)}"
+            where = f"while it read the samples {_listed(indices)}"
             if position is not None:
-                place = f"at sample {indices[position]!r}"
-            self.note(error, place, epoch)
+                where = f"at sample {indices[position]!r}"
+            self.note(error, where, epoch)
             raise
         if self._seeds_collate:
             seed(sample_key(stream, indices[0]))

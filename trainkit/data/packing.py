@@ -174,22 +174,22 @@ def _rows(documents: list[Document], most: int) -> list[list[Document]]:
     """Return rows of documents: each where it leaves the least place, the longest first."""
     rows: list[list[Document]] = []
     open_rows: dict[int, list[int]] = {}  # by the place that is left
-    places: list[int] = []  # the keys of `open_rows`, in order
+    rooms: list[int] = []  # the keys of `open_rows`, in order
     for document in sorted(documents, key=lambda d: d.start - d.stop):
         length = document.stop - document.start
-        found = bisect_left(places, length)
-        if found == len(places):
+        found = bisect_left(rooms, length)
+        if found == len(rooms):
             row, left = len(rows), most
             rows.append([])
         else:
-            left = places[found]
+            left = rooms[found]
             row = open_rows[left].pop()
             if not open_rows[left]:
-                del open_rows[left], places[found]
+                del open_rows[left], rooms[found]
         rows[row].append(document)
         if left := left - length:
             if left not in open_rows:
-                insort(places, left)
+                insort(rooms, left)
             open_rows.setdefault(left, []).append(row)
     return [sorted(row) for row in rows]
 

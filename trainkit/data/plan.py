@@ -155,8 +155,8 @@ class BatchPlan:
         return self._batches[0]
 
     def _own(self, index: int) -> list[Any]:
-        place = index * self._size + self._rank
-        return self._batches[place] if place < len(self._batches) else []
+        number = index * self._size + self._rank
+        return self._batches[number] if number < len(self._batches) else []
 
 
 Plan: TypeAlias = FlatPlan | BatchPlan
@@ -175,8 +175,8 @@ def _filled(order: Any, length: int, period: int) -> Any:
     return [*order, *(order[index] for index in again)]
 
 
-def _off_boundary(position: int, samples: int, place: str) -> DataError:
+def _off_boundary(position: int, samples: int, limit: str) -> DataError:
     return DataError(
-        f"The position is {position} of the epoch's {samples} samples, but must be {place}. Keep "
+        f"The position is {position} of the epoch's {samples} samples, but must be {limit}. Keep "
         "the global batch (batch size times processes) and the data set of the checkpoint."
     )

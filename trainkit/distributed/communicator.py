@@ -358,23 +358,23 @@ class Communicator:
                 f"`{name}` must be the number of a process, at least 0, but is {index}. Pass it "
                 f"as `{name}=`."
             )
-        place = f"on_{name.removesuffix('_index')}"
+        called = f"on_{name.removesuffix('_index')}"
 
         def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
             return self._on(
-                function, lambda: not self.use_distributed or getattr(self, name) == index, place
+                function, lambda: not self.use_distributed or getattr(self, name) == index, called
             )
 
         return decorate if function is None else decorate(function)
 
     def _on(
-        self, function: Callable[P, R], applies: Callable[[], bool], place: str
+        self, function: Callable[P, R], applies: Callable[[], bool], called: str
     ) -> Callable[P, R | None]:
         @functools.wraps(function)
         def wrapper(*args: P.args, **kwargs: P.kwargs) -> R | None:
             if not applies():
                 return None
-            with collective_guard.only(place):
+            with collective_guard.only(called):
                 return function(*args, **kwargs)
 
         return wrapper

@@ -32,13 +32,13 @@ def part_of(processes: Processes, groups: Sequence[Sequence[int]]) -> Processes:
     if len(mine) > 1:
         backend = collective_backend(processes.device)
         control = _made(processes, groups, "gloo")
-        place = Membership(
+        membership = Membership(
             World(rank=[*mine].index(processes.rank), size=len(mine)),
             control=control,
             default=torch.distributed.group.WORLD,
             moving=control if backend == "gloo" else _made(processes, groups, backend),
         )
-        found = Processes(place, processes.device)
+        found = Processes(membership, processes.device)
         atexit.register(found._close_at_exit)
     found.ranks = mine
     return found

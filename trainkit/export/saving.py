@@ -83,10 +83,10 @@ def save_model(
 
     def export(processes: Processes) -> None:
         contents = run_on_all(processes, lambda: _contents(module, folder, merge))
-        for place, content in contents.items():
-            if place == folder and tokenizer is not None:
+        for directory, content in contents.items():
+            if directory == folder and tokenizer is not None:
                 content.beside.append(tokenizer.save_pretrained)
-            publication = Publication(place)
+            publication = Publication(directory)
             try:
                 _export(content, publication, limit, safe_serialization, processes)
             finally:

@@ -107,8 +107,8 @@ def same_memory(tensor: Tensor) -> Hashable:
     if local.is_meta or local.layout is not torch.strided or not local.numel():
         return id(tensor)
     storage = local.untyped_storage().data_ptr()
-    place = (str(local.device), storage, local.storage_offset(), local.dtype)
-    return (*place, tuple(local.shape), local.stride(), tuple(tensor.shape))
+    memory = (str(local.device), storage, local.storage_offset(), local.dtype)
+    return (*memory, tuple(local.shape), local.stride(), tuple(tensor.shape))
 
 
 def whole(tensor: Tensor) -> Tensor:

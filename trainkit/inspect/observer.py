@@ -31,7 +31,7 @@ class Event:
     rows: Tensor | None = None  # which of its rows are not finite
     inside: str | None = None  # the module that called it; None: the training step
     depth: int = 0  # calls around it
-    place: tuple[Any, int] = (None, 0)  # of the tensor in the graph
+    edge: tuple[Any, int] = (None, 0)  # of the tensor in the graph
 
     @property
     def key(self) -> tuple[str, str]:
@@ -135,8 +135,8 @@ class Observer:
         inside = self.under_way[-1] if depth else None
         finite = torch.isfinite(tensor.detach())
         rows = ~finite.flatten(1).all(1) if finite.ndim > 1 else ~finite if finite.ndim else None
-        place = (tensor if node is None else node, tensor.output_nr)
-        event = Event(what, name, numbers_of(tensor), rows, inside, depth, place)
+        edge = (tensor if node is None else node, tensor.output_nr)
+        event = Event(what, name, numbers_of(tensor), rows, inside, depth, edge)
         self.events.append(event)
         if tensor.requires_grad and what in ("input", "output"):
             self._follow(event, tensor)
@@ -152,7 +152,7 @@ class Observer:
 
 def _same(one: Event, other: Event) -> bool:
     """Return whether two events are of one tensor."""
-    return one.place[0] is other.place[0] and one.place[1] == other.place[1]
+    return one.edge[0] is other.edge[0] and one.edge[1] == other.edge[1]
 
 
 def tensors_in(tree: Any) -> Iterator[Tensor]:

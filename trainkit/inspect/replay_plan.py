@@ -29,8 +29,8 @@ def find_run(output_dir: Path | None, new_run: bool, asked: Path | None) -> Path
         )
     if asked is None:
         return folder_of_run(output_dir, "must") if new_run else output_dir
-    place = asked.resolve()
-    if output_dir.resolve() != (place.parent if new_run else place):
+    directory = asked.resolve()
+    if output_dir.resolve() != (directory.parent if new_run else directory):
         raise ConfigError(
             f"The program trains into `{output_dir}`, and a replay of `{asked}` was asked for. One "
             "that makes several trainings is replayed by `trainer.replay` in it."

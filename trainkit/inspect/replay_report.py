@@ -81,11 +81,11 @@ def _write_window(run: Run, folder: Path, parts: list[Part]) -> list[dict[str, A
     batches = []
     for number, part in enumerate(parts):
         first, size = part.first, part.micro_batch.count
-        place: dict[str, int] = {}
+        span: dict[str, int] = {}
         if first is not None and size:
-            place = {"first": first, "last": first + size - 1}
+            span = {"first": first, "last": first + size - 1}
         data = map_leaves(part.micro_batch.data, named)
-        batches.append({"count": size, **place, "data": data, **indices_of(run, place)})
+        batches.append({"count": size, **span, "data": data, **indices_of(run, span)})
         modules += [{"micro_batch": number, **row} for row in part.observer.table()]
     parameters = dict(run.module.named_parameters())
     with torch.no_grad():

@@ -160,7 +160,7 @@ def _rows(event: Event, count: int) -> list[int]:
     if not rows or len(rows) % count:
         return []
     each = len(rows) // count
-    return sorted({place // each for place, is_bad in enumerate(rows) if is_bad})
+    return sorted({index // each for index, is_bad in enumerate(rows) if is_bad})
 
 
 def _alone(run: Run, part: Part, kind: str, error: Exception | None = None) -> list[int]:

@@ -45,16 +45,16 @@ HARMLESS = {
 """The values of others that change nothing, as they ask for what there is."""
 
 
-def check(key: str, value: object, place: str, known: Iterable[str]) -> None:
+def check(key: str, value: object, source: str, known: Iterable[str]) -> None:
     """Raise ConfigError if a key that is none of the `known` ones switches something on."""
     if key == "fp8_config" and isinstance(value, dict):
         for name, each in value.items():
-            check(f"fp8_{str(name).removeprefix('fp8_')}", each, place, ())
+            check(f"fp8_{str(name).removeprefix('fp8_')}", each, source, ())
         return
     is_harmless = key in HARMLESS and str(value).lower() == HARMLESS[key]
     if not (key in NO_EFFECT or is_harmless or _is_off(value)):
         raise ConfigError(
-            f"`{key}` ({place}) is no known key.{nearest(key, known)} If it is one of "
+            f"`{key}` ({source}) is no known key.{nearest(key, known)} If it is one of "
             "Accelerate's, it asks for what trainkit does not drive: leave it out."
         )
 
@@ -140,34 +140,34 @@ def variable(key: str) -> str:
 GROUPS = variable("use_parallelism_config")
 
 
-def part(key: str, value: object, place: str) -> dict[str, str]:
+def part(key: str, value: object, source: str) -> dict[str, str]:
     """Return one of `PARTS` as an environment variable for the processes."""
     try:
         said = PARTS[key][0](value)
     except ValueError as error:
-        raise ConfigError(f"`{key}` ({place}) must be {error}, but is {value!r}.") from None
+        raise ConfigError(f"`{key}` ({source}) must be {error}, but is {value!r}.") from None
     return {variable(key): str(said).lower() if isinstance(said, bool) else said}
 
 
-def section(name: str, value: object, place: str) -> dict[str, str]:
+def section(name: str, value: object, source: str) -> dict[str, str]:
     """Return what one of `SECTIONS` says, as environment variables for the processes."""
     if _is_off(value):
         return {}
     if not isinstance(value, dict):
-        raise ConfigError(f"`{name}` ({place}) must hold keys of its own, but is {value!r}.")
+        raise ConfigError(f"`{name}` ({source}) must hold keys of its own, but is {value!r}.")
     result: dict[str, str] = {GROUPS: "true"} if name == "parallelism_config" else {}
-    prefix, place = name.removesuffix("config"), f"in `{name}`, {place}"
+    prefix, source = name.removesuffix("config"), f"in `{name}`, {source}"
     for key, each in value.items():
         full = prefix + str(key).removeprefix(prefix)
         full = full if name != "deepspeed_config" else str(key)
         if full == "gradient_accumulation_steps":
             result["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = str(each)
         elif full not in PARTS and name in ("deepspeed_config", "parallelism_config"):
-            check(full, each, place, PARTS)
+            check(full, each, source, PARTS)
         elif full in PARTS and each not in NULL:
-            result |= part(full, each, place)
+            result |= part(full, each, source)
         elif full not in PARTS and full != "fsdp_backward_prefetch_policy":
-            raise ConfigError(f"`{key}` ({place}) is no known key.{nearest(full, PARTS)}")
+            raise ConfigError(f"`{key}` ({source}) is no known key.{nearest(full, PARTS)}")
     return result
 
 

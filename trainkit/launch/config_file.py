@@ -55,24 +55,24 @@ def read(path: Path) -> ConfigFile:
     """Read and check a file."""
     result = ConfigFile(path)
     for key, line, value in _entries(path):
-        place = f"`{path}`, line {line}"
+        source = f"`{path}`, line {line}"
         if key in SETTINGS:
             if value in accelerate_keys.NULL:
                 continue
-            result.values[key] = SETTINGS[key].checked(value, f"({place})")
+            result.values[key] = SETTINGS[key].checked(value, f"({source})")
             result.lines[key] = line
         elif key == "fp16":  # before `mixed_precision` came
             result.values.setdefault("mixed_precision", "fp16" if value == "true" else "no")
             result.lines.setdefault("mixed_precision", line)
         elif key in accelerate_keys.SECTIONS:
-            result.variables |= accelerate_keys.section(key, value, place)
+            result.variables |= accelerate_keys.section(key, value, source)
         elif key == "dynamo_backend":  # before `dynamo_config` came
-            result.variables |= accelerate_keys.part(key, value, place)
+            result.variables |= accelerate_keys.part(key, value, source)
         elif key not in accelerate_keys.NO_EFFECT:
             known = [*SETTINGS, *accelerate_keys.SECTIONS]
             if hint := nearest(key, SETTINGS):
-                raise ConfigError(f"`{key}` ({place}) is no known key.{hint}")
-            accelerate_keys.check(key, value, place, known)
+                raise ConfigError(f"`{key}` ({source}) is no known key.{hint}")
+            accelerate_keys.check(key, value, source, known)
     if result.values.get("distributed_type") == "MULTI_CPU":
         result.values.setdefault("use_cpu", True)
         result.lines.setdefault("use_cpu", result.lines["distributed_type"])

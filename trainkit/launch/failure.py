@@ -129,10 +129,10 @@ def _write(job: dict[str, Any], folder: Path, meeting: "Meeting") -> Path | None
     the processes; for one machine these do.
     """
     name = time.strftime("%Y%m%d-%H%M%S-job.json", time.gmtime())
-    places = [folder.parent / name] if meeting.size > 1 else []
+    paths = [folder.parent / name] if meeting.size > 1 else []
     with suppress(OSError):
-        places.insert(0, Path((folder / "output_dir").read_text()) / "reports" / name)
-    for path in places:
+        paths.insert(0, Path((folder / "output_dir").read_text()) / "reports" / name)
+    for path in paths:
         with suppress(OSError):
             path.parent.mkdir(exist_ok=True)
             replace_file(path, (json.dumps(job, indent=1) + "\n").encode())

@@ -129,9 +129,9 @@ class Meeting:
         At a port of the trial, which is open, the machine answers, though nobody listens.
         """
         for card in self.cards[:_MOST_PROBED] if self.size > 1 else ():
-            place = card["address"], card["trial"][0]
+            address = card["address"], card["trial"][0]
             try:
-                socket.create_connection(place, _PROBE_SECONDS / 2).close()
+                socket.create_connection(address, _PROBE_SECONDS / 2).close()
             except ConnectionRefusedError:
                 continue
             except OSError:
@@ -311,10 +311,10 @@ def _guest(job: JobSettings, card: Card, end: float) -> Meeting:
     port, machine = port_of(job), job.machine_rank
     address, own = reach(str(job.main_process_ip), port, max(1.0, end - time.monotonic()))
     link = reach_link(machine, job.num_machines, address, port)
-    place = f"machine 0 at {job.main_process_ip}, port {port},"
+    where = f"machine 0 at {job.main_process_ip}, port {port},"
     if link is None:
         raise DistributedError(
-            f"{place} lets this machine not in: a job there has begun without it, the port is "
+            f"{where} lets this machine not in: a job there has begun without it, the port is "
             "taken by another program, or machine 0 is frozen. Another job needs another "
             "`--main_process_port`, the same on all machines"
         )
@@ -335,7 +335,7 @@ def _guest(job: JobSettings, card: Card, end: float) -> Meeting:
             link.wait(lambda: link.fault is not None or link.end, 3 * _PROBE_SECONDS)
         if link.fault is None or link.fault:
             lost = (
-                f"{place} has not said whether all have come"
+                f"{where} has not said whether all have come"
                 if link.end is None
                 else link.end.cause
             )

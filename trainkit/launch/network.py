@@ -34,12 +34,12 @@ def interface_to(address: str) -> str | None:
             kernel.settimeout(_ATTEMPT_SECONDS)
             kernel.send(header + body)
             reply = kernel.recv(1 << 14)
-        place = 28  # behind the header and the route
-        while place + 8 <= len(reply):
-            length, kind = struct.unpack_from("=HH", reply, place)
+        offset = 28  # behind the header and the route
+        while offset + 8 <= len(reply):
+            length, kind = struct.unpack_from("=HH", reply, offset)
             if kind == _RTA_OIF:
-                return socket.if_indextoname(struct.unpack_from("=I", reply, place + 4)[0])
-            place += max(4, (length + 3) & ~3)
+                return socket.if_indextoname(struct.unpack_from("=I", reply, offset + 4)[0])
+            offset += max(4, (length + 3) & ~3)
     return None
 
 

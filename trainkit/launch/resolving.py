@@ -117,8 +117,8 @@ def resolve(options: argparse.Namespace, env: Mapping[str, str] = os.environ) ->
         elif file is not None and name in file.values:
             values[name], sources[name] = file.values[name], f"{path}:{file.lines[name]}"
         elif variable is not None:
-            place = f"in the environment variable {variable}"
-            values[name] = setting.checked(env[variable], place)
+            source = f"in the environment variable {variable}"
+            values[name] = setting.checked(env[variable], source)
             sources[name] = f"{ENVIRONMENT} ({variable})"
     is_alone = getattr(options, "standalone", False) or (
         values.get("num_machines") == 1 and sources["num_machines"].startswith(EXPLICIT)

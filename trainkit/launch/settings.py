@@ -63,12 +63,12 @@ class Setting:
         """The option of the command line, as `--help` shows it."""
         return f"--{self.other or self.name}"
 
-    def checked(self, value: object, place: str) -> Any:
+    def checked(self, value: object, where: str) -> Any:
         """Return a value as it is used."""
         try:
             return self.read(value)
         except ValueError as error:
-            raise ConfigError(f"`{self.name}` {place} must be {error}, but is {value!r}.") from None
+            raise ConfigError(f"`{self.name}` {where} must be {error}, but is {value!r}.") from None
 
 
 def _setting(

@@ -100,8 +100,8 @@ class ClassScore(LocalMetric):
                 f"The metric `{self.name}` found {IGNORED} in `predictions` of samples that have a "
                 "class. Predict one of the classes for each."
             )
-        classes, places = torch.unique(torch.cat([predicted, expected]), return_inverse=True)
-        predicted, expected = places[: len(predicted)], places[len(predicted) :]
+        classes, indices = torch.unique(torch.cat([predicted, expected]), return_inverse=True)
+        predicted, expected = indices[: len(predicted)], indices[len(predicted) :]
         is_right = predicted == expected
 
         def count(of: Tensor, weights: Tensor | None) -> Tensor:

@@ -78,16 +78,16 @@ class FP16(Precision):
         # where an offloaded model has them, it would be read before it has arrived: so it is made
         # there at once.
         groups = optimizer.param_groups
-        places = {p.device for group in groups for p in group["params"] if p.requires_grad}
-        if len(places) == 1 and loss_scale(self.scaler) is None:
-            make_loss_scale(self.scaler, *places)
-        kinds = {place.type for place in places}
-        if places and (scale := loss_scale(self.scaler)) is not None:
+        devices = {p.device for group in groups for p in group["params"] if p.requires_grad}
+        if len(devices) == 1 and loss_scale(self.scaler) is None:
+            make_loss_scale(self.scaler, *devices)
+        kinds = {device.type for device in devices}
+        if devices and (scale := loss_scale(self.scaler)) is not None:
             kinds.add(scale.device.type)
-        if len(places) > 1 or len(kinds) > 1:
+        if len(devices) > 1 or len(kinds) > 1:
             raise ConfigError(
                 "Trainable parameters are on several devices "
-                f"({', '.join(sorted(kinds if len(kinds) > 1 else map(str, places)))}), and fp16 "
+                f"({', '.join(sorted(kinds if len(kinds) > 1 else map(str, devices)))}), and fp16 "
                 'has one loss scale for all. Put them on one device, or use `precision="bf16"`.'
             )
 

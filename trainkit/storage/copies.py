@@ -30,10 +30,10 @@ State = tuple[int, int]
 def checkpoints_in(folder: Path) -> dict[str, Manifest]:
     """Return the committed checkpoints below a folder, by their names from there on."""
     found = {}
-    for place, _, names in _walk(folder):
+    for parent, _, names in _walk(folder):
         if MANIFEST in names:
             try:
-                found[place.relative_to(folder).as_posix()] = read_manifest(place)
+                found[parent.relative_to(folder).as_posix()] = read_manifest(parent)
             except CheckpointError:
                 continue
     return found
@@ -42,9 +42,9 @@ def checkpoints_in(folder: Path) -> dict[str, Manifest]:
 def files_in(folder: Path) -> dict[str, State]:
     """Return the ordinary files below a folder that are of no checkpoint, by name."""
     found = {}
-    for place, _, names in _walk(folder):
-        for name in names if not _named_like_one(place.name) else ():
-            path = place / name
+    for parent, _, names in _walk(folder):
+        for name in names if not _named_like_one(parent.name) else ():
+            path = parent / name
             with suppress(FileNotFoundError):
                 status = path.lstat()
                 if stat.S_ISREG(status.st_mode):
@@ -54,11 +54,11 @@ def files_in(folder: Path) -> dict[str, State]:
 
 
 def _walk(folder: Path) -> Iterator[tuple[Path, list[str], list[str]]]:
-    for place, folders, names in os.walk(folder):
+    for parent, folders, names in os.walk(folder):
         inner = (name for name in folders if not name.startswith("."))
         # What has a token of its own is uploaded by whoever wrote it.
-        folders[:] = sorted(name for name in inner if not Path(place, name, TOKEN).exists())
-        yield Path(place), folders, [name for name in names if not name.startswith(".")]
+        folders[:] = sorted(name for name in inner if not Path(parent, name, TOKEN).exists())
+        yield Path(parent), folders, [name for name in names if not name.startswith(".")]
 
 
 class Remote:
@@ -75,14 +75,14 @@ class Remote:
         self.checkpoints: dict[str, Manifest] = {}
         self._manifests: dict[str, bytes] = {}
         self.left: set[str] = set()  # checkpoints without a manifest: uploads that were cut
-        for place in {name.rpartition("/")[0] for name in found}:
-            manifest = f"{place}/{MANIFEST}"
-            if manifest in found or _named_like_one(place):  # some storages list what is new late
+        for folder in {name.rpartition("/")[0] for name in found}:
+            manifest = f"{folder}/{MANIFEST}"
+            if manifest in found or _named_like_one(folder):  # some storages list what is new late
                 self._manifests[manifest] = content = objects.read(manifest) or b""
                 try:
-                    self.checkpoints[place] = Manifest.decode(content, Path(manifest))
+                    self.checkpoints[folder] = Manifest.decode(content, Path(manifest))
                 except CheckpointError:
-                    self.left.add(place)
+                    self.left.add(folder)
         whole = self.checkpoints.keys() | self.left
         self.others = {n: s for n, s in found.items() if n.rpartition("/")[0] not in whole}
         self._found = found | {n: len(content) for n, content in self._manifests.items() if content}

@@ -141,10 +141,10 @@ def on_this_machine(
         yield path, None
         return
     address, digest = run_on_main(processes, lambda: (address_of(path) or "", _digest(path)))
-    place = absolute(address, "output_dir", stored=True) if address else path
-    lacks = _digest(place) != digest
+    folder = absolute(address, "output_dir", stored=True) if address else path
+    lacks = _digest(folder) != digest
     if first_with(processes, lacks) is None:
-        yield place, None
+        yield folder, None
         return
     scratch = storage_folder() / f".trainkit-{digest}"  # where no checkpoint is looked for
     receives = lacks and world.is_local_main
@@ -194,7 +194,7 @@ def on_this_machine(
         run_on_all(processes, begin)
         if not address:
             _send(processes, path, scratch if receives else None)
-        yield (scratch, bring) if lacks else (place, None)
+        yield (scratch, bring) if lacks else (folder, None)
     finally:
         processes.barrier()  # all have read it
         if receives and scratch.exists():

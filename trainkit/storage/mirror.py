@@ -72,8 +72,8 @@ class Mirror:
         """Hear of a new checkpoint; return the steps that must stay in the folder for now."""
         self._kept[store.directory.name] = store, policy, more
         self._wake.set()
-        place, _, name = self._under_way.rpartition("/")
-        found = store.checkpoints() if place == store.directory.name else []
+        parent, _, name = self._under_way.rpartition("/")
+        found = store.checkpoints() if parent == store.directory.name else []
         return frozenset(entry.step for entry in found if entry.path.name == name)
 
     def wait_for(self, checkpoint: Path) -> None:
@@ -218,12 +218,12 @@ class Mirror:
     def _outdated(self) -> list[str]:
         """Return the checkpoints there that neither the folder nor retention keeps."""
         gone = []
-        for place, (store, policy, more) in [*self._kept.items()]:
+        for folder, (store, policy, more) in [*self._kept.items()]:
             here = store.checkpoints()
             own = [
                 self._entry(name, manifest)
                 for name, manifest in self._remote.newest_first()[::-1]
-                if name.rpartition("/")[0] == place and here
+                if name.rpartition("/")[0] == folder and here
                 if manifest.run_id == here[-1].manifest.run_id
             ]
             finite = [entry for entry in own if entry.manifest.is_finite]

@@ -185,9 +185,9 @@ class Objects:
             cause = text.partition("\n")[0].removesuffix(" {")
             if "kind: Timeout" in text:  # which the library tells developers alone
                 cause += f": no answer in {_REQUEST.total_seconds():g} s"
-            place = f"{self.address}/{name}" if name else self.address
+            url = f"{self.address}/{name}" if name else self.address
             raise StorageError(
-                f"`{place}` cannot be reached or refuses: {cause}. See to the address, the "
+                f"`{url}` cannot be reached or refuses: {cause}. See to the address, the "
                 "credentials in the environment and the network."
             ) from error
 

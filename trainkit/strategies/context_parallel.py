@@ -142,14 +142,14 @@ class ContextParallel:
         """Return what a process hands to its model of what all of a group were given."""
         labels: Tensor = given["labels"]
         length = labels.shape[1]
-        padding, places = given.pop("attention_mask", None), given.pop("position_ids", None)
+        padding, positions = given.pop("attention_mask", None), given.pop("position_ids", None)
         shifted = given.pop("shift_labels", None)
         if shifted is None:
             shifted = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
         others = [n for n, t in given.items() if isinstance(t, Tensor) and t.ndim and n not in _CUT]
         others += [n for n in ("logits_to_keep", "past_key_values") if given.get(n)]
         others += ["return_dict"] * (given.get("return_dict") is False)
-        if others or {t.ndim for t in (labels, padding, places) if t is not None} != {2}:
+        if others or {t.ndim for t in (labels, padding, positions) if t is not None} != {2}:
             raise ConfigError(
                 f"`context_parallel` cuts {quoted([*_CUT, 'attention_mask', 'position_ids'])}, of "
                 f"samples and length, but the model is given {quoted(others) or 'another shape'}. "
@@ -157,10 +157,10 @@ class ContextParallel:
             )
         # Reads the device, as transformers does for its masks; by its rules, where there is a mask,
         # positions tell no documents apart.
-        documents = None if places is None or padding is not None else _documents(places)
-        cut = Cut(self, length, documents, _needed(padding, places, shifted))
-        if places is None:
-            places = torch.arange(length, device=labels.device)[None]
+        documents = None if positions is None or padding is not None else _documents(positions)
+        cut = Cut(self, length, documents, _needed(padding, positions, shifted))
+        if positions is None:
+            positions = torch.arange(length, device=labels.device)[None]
         more = -length % (2 * self.group.size)  # at the end, where a causal mask shows it to nobody
         if given.get("num_items_in_batch") is None:
             given["num_items_in_batch"] = (shifted != IGNORED).sum()
@@ -168,7 +168,7 @@ class ContextParallel:
             if isinstance(given[name], Tensor):
                 given[name] = self.piece(_filled(given[name], more, _CUT[name]), 1)
         given["shift_labels"] = self.piece(_filled(shifted, more, IGNORED), 1)
-        given["position_ids"] = self.piece(_filled(places, more, 0), 1)
+        given["position_ids"] = self.piece(_filled(positions, more, 0), 1)
         return {**given, "use_cache": False, **_handed(cut)}
 
     def _after_forward(self, model: nn.Module, _: Any, kwargs: Any, outputs: Any) -> Any:
@@ -206,7 +206,7 @@ class ContextParallel:
     def piece(self, whole: Tensor, dim: int) -> Tensor:
         """Return the piece of this process."""
         parts = whole.chunk(2 * self.group.size, dim)
-        return torch.cat([parts[place] for place in self._places], dim)
+        return torch.cat([parts[chunk] for chunk in self._places], dim)
 
     def whole(self, piece: Tensor, dim: int) -> Tensor:
         """Return what the pieces of all are together; without a graph."""
@@ -293,8 +293,8 @@ class ContextParallel:
             whole: Tensor = attend(query, keys, values)
             return whole
         results = []
-        for place, own in zip(self._places, query.chunk(2, dim=-2), strict=True):
-            end = (place + 1) * own.shape[-2]
+        for chunk, own in zip(self._places, query.chunk(2, dim=-2), strict=True):
+            end = (chunk + 1) * own.shape[-2]
             mask = cut.mask(own.shape[-2], end, query.device)
             seen = keys[..., :end, :], values[..., :end, :]
             results.append(attend(own, *seen, mask, is_causal=mask is None))
@@ -397,7 +397,7 @@ def _handed(cut: Cut) -> dict[str, Any]:
     return {_NAME: cut, "attention_mask": torch.zeros(1, 1, 1, 1, dtype=torch.bool)}
 
 
-def _needed(padding: Tensor | None, places: Tensor | None, labels: Tensor) -> Tensor | None:
+def _needed(padding: Tensor | None, positions: Tensor | None, labels: Tensor) -> Tensor | None:
     """Return a mask, as booleans, if a causal one is not enough."""
     if padding is None:
         return None
@@ -406,7 +406,7 @@ def _needed(padding: Tensor | None, places: Tensor | None, labels: Tensor) -> Te
     counts = ((labels != IGNORED) & ~padding).any()
     if not bool(in_front | counts):
         return None  # what is filled up at the end is seen by nobody else
-    if places is None and bool(in_front):
+    if positions is None and bool(in_front):
         raise ConfigError(
             "Sequences are filled up in front, and the batch has no `position_ids`, of which "
             "each model makes its own. Fill them up at the end, or pass `position_ids`."
@@ -414,9 +414,9 @@ def _needed(padding: Tensor | None, places: Tensor | None, labels: Tensor) -> Te
     return padding
 
 
-def _documents(places: Tensor) -> Tensor | None:
+def _documents(positions: Tensor) -> Tensor | None:
     """Return the numbers of documents in rows; None where there is one."""
-    documents = (places[:, 1:] - places[:, :-1] != 1).cumsum(-1)
+    documents = (positions[:, 1:] - positions[:, :-1] != 1).cumsum(-1)
     return F.pad(documents, (1, 0)) if bool(documents.any()) else None
 
 

@@ -54,8 +54,8 @@ class ForwardCheck:
         self._names.clear()
         require_equal(self._processes, used, _used_by_some)
 
-    def _compare_place(self, place: str) -> None:
-        require_equal(self._processes, place, _in_another_order)
+    def _compare_place(self, call: str) -> None:
+        require_equal(self._processes, call, _in_another_order)
 
 
 def _used_by_some(of_all: Sequence[Sequence[str]]) -> ConfigError:
@@ -67,10 +67,10 @@ def _used_by_some(of_all: Sequence[Sequence[str]]) -> ConfigError:
     )
 
 
-def _in_another_order(places: Sequence[str]) -> ConfigError:
-    other = next(rank for rank, found in enumerate(places) if found != places[0])
+def _in_another_order(calls: Sequence[str]) -> ConfigError:
+    other = next(rank for rank, found in enumerate(calls) if found != calls[0])
     return ConfigError(
         "Under FSDP all processes must call the same blocks in the same order, but in the first "
-        f"forward process 0 came to {places[0]}, process {other} to {places[other]}. Call each "
+        f"forward process 0 came to {calls[0]}, process {other} to {calls[other]}. Call each "
         "block on all processes, and multiply by 0 what is not to count."
     )

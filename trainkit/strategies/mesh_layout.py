@@ -43,9 +43,9 @@ class MeshLayout:
         for dim, placement in enumerate(tensor.placements):
             if placement.is_replicate():
                 first = first.narrow(dim, 0, 1).expand_as(first)
-        places = first.flatten().tolist()
+        holders = first.flatten().tolist()
         rows = self.parallel(ranks)
-        found = {row[i]: rows[0][place] for row in rows for i, place in enumerate(places)}
+        found = {row[i]: rows[0][holder] for row in rows for i, holder in enumerate(holders)}
         return tuple(found[rank] for rank in range(size))
 
     def parallel(self, ranks: Sequence[int]) -> list[list[int]]:
@@ -56,7 +56,7 @@ class MeshLayout:
             own = next(group for group in groups if ranks[0] in group)
             if {*own} == {*ranks}:
                 order = [own.index(rank) for rank in ranks]
-                return [[group[place] for place in order] for group in groups]
+                return [[group[index] for index in order] for group in groups]
         raise ValueError(f"the mesh of {[*ranks]} is none of the layout")
 
 

@@ -237,10 +237,10 @@ class ModelParallel(ShardedStrategy):
         return self._parts[groups]
 
     def _check(self, model: nn.Module) -> None:
-        places = {t.device.type for t in chain(model.parameters(), model.buffers())}
-        if places - {self.device.type}:
+        kinds = {t.device.type for t in chain(model.parameters(), model.buffers())}
+        if kinds - {self.device.type}:
             raise ConfigError(
-                f"`{class_name(model)}` is on {quoted(sorted(places))}, but the strategy's device "
+                f"`{class_name(model)}` is on {quoted(sorted(kinds))}, but the strategy's device "
                 f"is `{self.device.type}`. Make the mesh and the model there, or pass "
                 "`strategy=ModelParallel(device=...)`."
             )

@@ -262,12 +262,12 @@ def _pieces(zero: Any, number: int, flat: Tensor) -> Iterator[_Piece]:
     rank = torch.distributed.get_rank(zero.real_dp_process_group[number])
     flat.data = zero.parallel_partitioned_bit16_groups[number][rank].data
     first = rank * flat.numel()
-    parameters, places = zero.round_robin_bit16_groups, zero.round_robin_bit16_offsets
-    for parameter, place in zip(parameters[number], places[number], strict=True):
+    parameters, offsets = zero.round_robin_bit16_groups, zero.round_robin_bit16_offsets
+    for parameter, offset in zip(parameters[number], offsets[number], strict=True):
         parameter._hp_mapping = None  # has the copy
-        begin = min(max(first - place, 0), parameter.numel())
-        end = min(max(first + flat.numel() - place, 0), parameter.numel())
-        yield _Piece(parameter, begin, max(place - first, 0), end - begin, flat)
+        begin = min(max(first - offset, 0), parameter.numel())
+        end = min(max(first + flat.numel() - offset, 0), parameter.numel())
+        yield _Piece(parameter, begin, max(offset - first, 0), end - begin, flat)
 
 
 def _is_like(value: Any, tensor: Tensor) -> bool:

@@ -131,8 +131,8 @@ def _checkpoint(job: Communicator) -> None:
         "deterministic": job.device.type != "cpu",
     }
     is_one_machine = job.processes.world.local_size == job.num_processes
-    place = None if is_one_machine else "."  # several share the present folder
-    make = partial(tempfile.mkdtemp, prefix="trainkit-test-", dir=place)
+    parent = None if is_one_machine else "."  # several share the present folder
+    make = partial(tempfile.mkdtemp, prefix="trainkit-test-", dir=parent)
     folder = Path(run_on_main(job.processes, make)).absolute()
     try:
         batch = -(-task.GLOBAL_BATCH // job.num_processes)
@@ -251,11 +251,11 @@ def _pairs(sizes: dict[int, dict[str, Any]]) -> Iterator[tuple[str, Any, Any, bo
     """Yield what is compared, both results, and whether their bits must be equal."""
     for size, results in sorted(sizes.items()):
         for strategy in dict.fromkeys(name.split()[0] for name in results):
-            place = "1 process" if size == 1 else f"{size} processes, {strategy}"
+            job = "1 process" if size == 1 else f"{size} processes, {strategy}"
             for what, one, other, bits in _PAIRS:
                 a, b = results.get(f"{strategy} {one}"), results.get(f"{strategy} {other}")
                 if a is not None and b is not None:
-                    yield f"{place}: {what}", a, b, bits
+                    yield f"{job}: {what}", a, b, bits
         if size > 1:
             wide = results["ddp wide"]
             yield f"{size} processes: ddp and fsdp", wide, results["fsdp wide"], False

@@ -179,11 +179,11 @@ class MLflowTracker(GeneralTracker):
         """Write an artifact, named by its step: a resume writes over those that it makes again."""
         self._put(call, value, f"{_name(name)}/step-{step or 0:08d}.{ending}")
 
-    def _put(self, call: str, value: Any, place: str | None) -> None:
+    def _put(self, call: str, value: Any, path: str | None) -> None:
         try:
-            getattr(self.client, call)(self.run_id, value, place)
+            getattr(self.client, call)(self.run_id, value, path)
         except self._errors as error:
-            self._warn(f"cannot write `{place or value}` to MLflow: {error}")
+            self._warn(f"cannot write `{path or value}` to MLflow: {error}")
 
     @override
     def finish(self) -> None:

@@ -216,7 +216,7 @@ class RunEvaluation:
 
         None where these are not known. Of one whose bad end is taken for the good one, `say` so.
         """
-        for place, (watcher, metric, mode) in enumerate(self._watched):
+        for index, (watcher, metric, mode) in enumerate(self._watched):
             if names is not None and metric not in names:
                 why = "`fit` was given no evaluation loader. Call `fit(model, (train, eval), ...)`."
                 if near := get_close_matches(metric, sorted(names), n=_SHOWN_NAMES, cutoff=0.0):
@@ -226,7 +226,7 @@ class RunEvaluation:
             is_higher_better = self.higher_is_better.get(metric)
             if mode is None or is_higher_better is None:
                 continue
-            self._watched[place] = (watcher, metric, None)  # it is said once
+            self._watched[index] = (watcher, metric, None)  # it is said once
             if mode.startswith("max") != is_higher_better:
                 say(
                     f'trainkit: {watcher} {metric!r} with "{mode}", but '

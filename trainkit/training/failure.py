@@ -40,22 +40,22 @@ def report_failure(run: Run, error: BaseException) -> None:
     Does not return where the error only came from the end of another process, which is the one
     that reports.
     """
-    place = _where_run_is(run)
+    progress = _where_run_is(run)
     processes = run.strategy.processes
     alone = processes.size == 1
     hint = ask("hint_for")(type(error).__name__, text_of(error), alone=alone)
     error.add_note(
-        f"trainkit: process {processes.rank} of {processes.size}, epoch {place['epoch']}, after "
-        f"step {place['step']} ({run.state.epoch_samples} samples of this epoch consumed), "
-        f"phase: {place['phase']}."
+        f"trainkit: process {processes.rank} of {processes.size}, epoch {progress['epoch']}, after "
+        f"step {progress['step']} ({run.state.epoch_samples} samples of this epoch consumed), "
+        f"phase: {progress['phase']}."
     )
-    if run.train_loader.parts and place["phase"] == "train":
+    if run.train_loader.parts and progress["phase"] == "train":
         error.add_note(f"trainkit: batches are mappings by loader, of {[*run.train_loader.parts]}.")
     # Of a lost peer the watch may know more, and some errors hold their hint.
     if hint and not ask("tells_of_lost_peer")(error) and hint not in text_of(error):
         error.add_note(f"trainkit: {hint}")
-    place["samples"] |= indices_of(run, place["samples"])
-    ask("tell_of_failure")(error, processes, place, run.output_dir)
+    progress["samples"] |= indices_of(run, progress["samples"])
+    ask("tell_of_failure")(error, processes, progress, run.output_dir)
 
 
 def _where_run_is(run: Run) -> dict[str, Any]:

@@ -171,9 +171,9 @@ class Links:
 
     def reach_root(self) -> bool:
         """Connect to process 0; return whether it answers."""
-        place = self._address.host, self._address.port
+        address = self._address.host, self._address.port
         with suppress(OSError):
-            line = Line(socket.create_connection(place, timing.CONNECT), trusted=True)
+            line = Line(socket.create_connection(address, timing.CONNECT), trusted=True)
             hello = {"kind": "hello", "token": self._address.token, "rank": self._rank}
             line.send({**hello, "who": Member.this().as_list()})
             line.connection.settimeout(timing.CONNECT)

@@ -119,10 +119,10 @@ class JobWatch:
         self._fits += 1
         self._followed.append(watched)
         self._monitor.follow(watched)
-        folder, place = self._monitor.folder, watched.output_dir
-        if place is not None and folder is not None and "TRAINKIT_ADDRESS" in os.environ:
+        folder, output_dir = self._monitor.folder, watched.output_dir
+        if output_dir is not None and folder is not None and "TRAINKIT_ADDRESS" in os.environ:
             with suppress(OSError):  # for the launcher, which leaves the report of the job there
-                (folder / "output_dir").write_text(str(place))
+                (folder / "output_dir").write_text(str(output_dir))
         try:
             yield
         finally:

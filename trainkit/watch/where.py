@@ -64,8 +64,8 @@ class ThisProcess:
 
     def place(self) -> "Message":
         """Return where it is: in its run, its collectives, its code."""
-        place = whereabouts(self.main, self._latest(), self.run_place())
-        return {**place, "at": self.position()}
+        message = whereabouts(self.main, self._latest(), self.run_place())
+        return {**message, "at": self.position()}
 
     def run_place(self) -> dict[str, Any]:
         """Return where its run is: `step`, `epoch`, `phase`, `samples`; empty without one."""

@@ -40,8 +40,8 @@ class FileInfo:
 
     def encode(self) -> dict[str, Any]:
         """Return it for the manifest."""
-        place = {} if self.pack is None else {"pack": self.pack, "begin": self.begin}
-        return {"bytes": self.bytes, "xxh3_128": self.xxh3_128, **place}
+        location = {} if self.pack is None else {"pack": self.pack, "begin": self.begin}
+        return {"bytes": self.bytes, "xxh3_128": self.xxh3_128, **location}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

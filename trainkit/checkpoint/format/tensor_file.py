@@ -25,12 +25,12 @@ def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
     Nothing is at stake in dimensions of size 1. An empty tensor has no elements to place.
     """
-    place = 1
+    contiguous = 1
     for step, size in sorted(zip(strides, shape, strict=True)):
-        if step != place and size != 1:
+        if step != contiguous and size != 1:
             return False
-        place *= size
-    return place > 0
+        contiguous *= size
+    return contiguous > 0
 
 
 def kept(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...] | None:

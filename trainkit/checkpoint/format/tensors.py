@@ -108,8 +108,8 @@ def _identity(value: "Tensor") -> tuple[Any, ...]:
     """Return what two tensors have in common that are the same memory seen alike."""
     storage = (str(value.device), value.untyped_storage().data_ptr())
     flipped = (value.is_conj(), value.is_neg())  # bits that the memory does not show
-    shape, place = tuple(value.shape), value.storage_offset()
-    return (storage, place, shape, value.stride(), value.dtype, flipped)
+    shape, offset = tuple(value.shape), value.storage_offset()
+    return (storage, offset, shape, value.stride(), value.dtype, flipped)
 
 
 class Sharing:

@@ -59,11 +59,11 @@ def names_in(directory: Directory) -> list[str]:
 def open_file(directory: Directory, name: str, path: Path) -> Iterator["HashedFile"]:
     """Open the ordinary file `name` in the open folder `directory`; close it at the end."""
     descriptor = -1
-    place, at = (name, directory) if isinstance(directory, int) else (directory / name, None)
+    path_or_name, at = (name, directory) if isinstance(directory, int) else (directory / name, None)
     try:
         # Looked at before it is opened: opening a pipe waits, and opening a device may act.
-        _check_is_ordinary(os.stat(place, dir_fd=at, follow_symlinks=False), name, path)
-        descriptor = os.open(place, os.O_RDONLY | ITSELF | AT_ONCE, dir_fd=at)
+        _check_is_ordinary(os.stat(path_or_name, dir_fd=at, follow_symlinks=False), name, path)
+        descriptor = os.open(path_or_name, os.O_RDONLY | ITSELF | AT_ONCE, dir_fd=at)
         status = os.fstat(descriptor)
         _check_is_ordinary(status, name, path)
         yield HashedFile(descriptor, status.st_size, name, path)
@@ -82,11 +82,11 @@ def _check_is_ordinary(status: os.stat_result, name: str, path: Path) -> None:
         raise broken(path, name, f" is {kind}")
 
 
-def _read_into(target: memoryview, descriptor: int, place: int) -> int:
-    """Read what is at a place of a file, at most as much as fits; return how many bytes came."""
+def _read_into(target: memoryview, descriptor: int, offset: int) -> int:
+    """Read what is at an offset of a file, at most as much as fits; return how many bytes came."""
     if hasattr(os, "preadv"):
-        return os.preadv(descriptor, [target], place)
-    os.lseek(descriptor, place, os.SEEK_SET)
+        return os.preadv(descriptor, [target], offset)
+    os.lseek(descriptor, offset, os.SEEK_SET)
     data = os.read(descriptor, len(target))
     target[: len(data)] = data
     return len(data)
@@ -127,16 +127,16 @@ class HashedFile:
 
     def _ask(self) -> None:
         with suppress(AttributeError, OSError):  # macOS has it not; it is advice
-            place = self._begin + self._asked
-            os.posix_fadvise(self._descriptor, place, _AHEAD, os.POSIX_FADV_WILLNEED)
+            offset = self._begin + self._asked
+            os.posix_fadvise(self._descriptor, offset, _AHEAD, os.POSIX_FADV_WILLNEED)
         self._asked += _AHEAD
 
     def read_at(self, begin: int, target: memoryview) -> None:
         """Fill `target` with the bytes from `begin` on, without hashing them."""
         left = target
         while left:
-            place = self._begin + begin + len(target) - len(left)
-            count = _read_into(left, self._descriptor, place)
+            offset = self._begin + begin + len(target) - len(left)
+            count = _read_into(left, self._descriptor, offset)
             if count == 0:
                 raise self.broken("it is cut")
             left = left[count:]

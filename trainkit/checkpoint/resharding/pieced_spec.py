@@ -53,8 +53,8 @@ class PiecedSpec(ShardingSpec):
     def _pieces(self, at: Any) -> list[tuple[ShardRegion, tuple[slice, ...]]]:
         found = []
         for stretches in product(*map(_stretches, self._held(at))):
-            begins, sizes, places = zip(*stretches, strict=True)
-            found.append((ShardRegion(begins, sizes), places))
+            begins, sizes, slices = zip(*stretches, strict=True)
+            found.append((ShardRegion(begins, sizes), slices))
         return found
 
     def _held(self, at: Any) -> "list[Tensor]":

@@ -110,11 +110,11 @@ class _Splitter:
         address = local.untyped_storage().data_ptr()
         known = self._storages.setdefault(address, (local, stored))
         if known[1] is not stored:
-            places = [(t.storage_offset(), t.shape, t.stride(), t.dtype) for t in (local, known[0])]
-            if places[0] == places[1] and known[1].shards == stored.shards:
+            views = [(t.storage_offset(), t.shape, t.stride(), t.dtype) for t in (local, known[0])]
+            if views[0] == views[1] and known[1].shards == stored.shards:
                 return known[1]  # tied
             local = local.clone()  # a file has no two tensors that overlap
         if spec.is_first_copy():
-            for number, (_, place) in enumerate(spec.pieces()):
-                self.local.setdefault(number, {})[stored.name] = local[place].contiguous()
+            for number, (_, piece) in enumerate(spec.pieces()):
+                self.local.setdefault(number, {})[stored.name] = local[piece].contiguous()
         return stored

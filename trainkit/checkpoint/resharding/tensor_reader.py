@@ -122,8 +122,8 @@ class TensorReader:
                 header, size = self.header(part), SIZES[stored.dtype]
                 first = header.size + header.tensors[stored.name].begin
                 stretches.setdefault(part, []).extend(
-                    (first + source * size, target[place * size : (place + length) * size])
-                    for source, place, length in runs(shard, region)
+                    (first + source * size, target[begin * size : (begin + length) * size])
+                    for source, begin, length in runs(shard, region)
                 )
         for part, of_part in stretches.items():
             name = part + TENSOR_SUFFIX
@@ -161,14 +161,14 @@ class TensorReader:
 
 def _fill(stretches: list[_Stretch], file: HashedFile) -> list[_Stretch]:
     """Read a file from its beginning; return the stretches that need it once more."""
-    place, again = 0, []
+    position, again = 0, []
     for begin, target in stretches:
-        if begin < place:  # the same bytes are wanted twice
+        if begin < position:  # the same bytes are wanted twice
             again.append((begin, target))
             continue
-        file.skip(begin - place)
+        file.skip(begin - position)
         file.read_into(target)
-        place = begin + len(target)
+        position = begin + len(target)
     return again
 
 

@@ -148,10 +148,10 @@ def _bar(name: str, split: Goodput) -> str:
 def _curves(charts: Sequence[Chart], *, several: bool) -> str:
     if not charts:
         return _card("Curves", '<p class="hint">Nothing was logged yet.</p>')
-    places = [
+    figures = [
         f'<figure class="chart" data-chart="{index}"></figure>' for index in range(len(charts))
     ]
-    shown, rest = "".join(places[:MOST_CHARTS]), "".join(places[MOST_CHARTS:])
+    shown, rest = "".join(figures[:MOST_CHARTS]), "".join(figures[MOST_CHARTS:])
     more = f'<details><summary>More metrics</summary><div class="charts">{rest}</div></details>'
     tools = (
         f'<p class="hint">Drag over a chart to look closer, double-click to see all. Click a '

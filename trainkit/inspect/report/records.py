@@ -256,17 +256,17 @@ def read_runs(paths: Iterable[Path]) -> list[RunLog]:
     """
     runs: list[RunLog] = []
     missing: list[ConfigError] = []
-    places: list[Path] = []
+    found: list[Path] = []
     for path in paths:
         is_folder_of_runs = isdir(path) and not isfile(path / METRICS)
         within = find_runs(path) if is_folder_of_runs else ()
         logs = [each for each in within if each.name != CHECKPOINTS]
-        places += sorted(logs, key=_counted) or [path]
-    for place in places:
+        found += sorted(logs, key=_counted) or [path]
+    for log in found:
         try:
-            runs.append(_read(place))
+            runs.append(_read(log))
         except ConfigError as error:
-            if not lexists(place):
+            if not lexists(log):
                 raise
             missing.append(error)
     if all(run.is_empty for run in runs):
@@ -306,10 +306,10 @@ def read_run(path: Path) -> RunLog:
 def find_runs(folder: Path) -> list[Path]:
     """Return the runs in a folder and below: files of metrics, or folders of checkpoints alone."""
     found: list[Path] = []
-    for place, folders, names in os.walk(folder, onerror=_leave_out):
+    for parent, folders, names in os.walk(folder, onerror=_leave_out):
         logs = {METRICS, *(n.replace(_EVENTS, ".jsonl") for n in names if n.endswith(_EVENTS))}
         parts = sorted(logs.intersection(names)) or sorted({CHECKPOINTS}.intersection(folders))
-        found += [Path(place, part) for part in parts]
+        found += [Path(parent, part) for part in parts]
         folders[:] = sorted({*folders} - {CHECKPOINTS})  # which hold no run
     return found
 

@@ -187,7 +187,7 @@ class Attributes:
                 if source is not None and getattr(owner, key, None) is None:
                     made = attributes_in(owner)[key] = copy.deepcopy(source)
                     inner = made.named_modules(prefix=f"{name}.{key}")
-                    owners |= {place: (each, {}) for place, each in inner}
+                    owners |= {name: (each, {}) for name, each in inner}
                 continue
             self._tell_other(f"{name}.{key}", entry, given.get(key))
             is_outside = isinstance(attributes_in(owner), Outside)
@@ -333,9 +333,9 @@ class Attributes:
             is_sharded(value) and local_part(value).untyped_storage().data_ptr() not in self._memory
         )
 
-    def _source_of(self, value: Any, place: str) -> str | None:
+    def _source_of(self, value: Any, path: str) -> str | None:
         """Return which module of the model one is like that was made on the way, as an average."""
-        if place in self._apart_now - self._before.keys() and isinstance(value, nn.Module):
+        if path in self._apart_now - self._before.keys() and isinstance(value, nn.Module):
             modules = dict(self._model.named_modules(prefix="model"))
             alike = (n for n, m in modules.items() if type(m) is type(value))
             return next((n for n in alike if _shapes(modules[n]) == _shapes(value)), None)
@@ -412,8 +412,8 @@ class Attributes:
             items = [*(enumerate(owner) if is_list else attributes_in(owner).items())]
             if (is_list or type(owner) is dict) and name and not name.startswith("data"):
                 inside = of_container(owner)
-                place = name if inside is owner else f"{name}{CONTENT}"
-                yield from [(place, inside)] if inside else ()
+                path = name if inside is owner else f"{name}{CONTENT}"
+                yield from [(path, inside)] if inside else ()
             for index, (key, value) in enumerate(items):
                 is_held = is_holder(value) and len(value) <= _MOST_HELD
                 if id(value) in seen or not (is_held or is_owner(value)):
@@ -424,18 +424,18 @@ class Attributes:
                     key = f"key {index}"
                 if type(owner) in (list, tuple, dict) and self._is_new(value) and has_parts(value):
                     continue  # the list holds it
-                place = f"{name}.{key}".lstrip(".")
+                path = f"{name}.{key}".lstrip(".")
                 if isinstance(value, nn.Module):
-                    found = [*value.named_modules(prefix=place)]
+                    found = [*value.named_modules(prefix=path)]
                 else:
                     own = self._names.get(id(value), (None, None))[0]
-                    found = [(own or (f"{place}'" if place in taken else place), value)]
-                for place, each in found:
+                    found = [(own or (f"{path}'" if path in taken else path), value)]
+                for path, each in found:
                     if id(each) not in seen:
                         seen.add(id(each))
-                        waiting.append((place, each))
+                        waiting.append((path, each))
                         if not is_held:
-                            yield place, each
+                            yield path, each
 
 
 def _own_generators(dataset: Any) -> dict[str, Any]:

@@ -96,11 +96,11 @@ def _settings(
     names = {id(parameter): name for name, parameter in parameters.items()}
     for index, optimizer in enumerate(optimizers):
         for number, group in enumerate(optimizer.param_groups):
-            place = f"`param_groups[{number}]` of optimizer {index}"
+            settings = f"`param_groups[{number}]` of optimizer {index}"
             # A group made of a `set` has another order on each process, and nothing follows it.
             held = sorted(names.get(id(parameter), "") for parameter in group["params"])
             for key, value in (group_settings(group) | {"params": held}).items():
-                yield f"`{key}` of {place}", value
+                yield f"`{key}` of {settings}", value
 
 
 def _tensors(
@@ -190,7 +190,7 @@ def _checksums(data: Tensor) -> list[Tensor]:
     if data.storage_offset() % 4:
         data = data.clone()
     words = data.view(torch.int32) if data.numel() % 4 == 0 else data
-    places = torch.arange(1, min(_CHUNK, words.numel()) + 1, device=data.device)
-    factors = places * 0x1E3779B97F4A7C15
+    positions = torch.arange(1, min(_CHUNK, words.numel()) + 1, device=data.device)
+    factors = positions * 0x1E3779B97F4A7C15
     factors = (factors ^ (factors >> 31)) * 0x3F58476D1CE4E5B9 | 1
     return [torch.mul(chunk, factors[: len(chunk)]).sum() for chunk in torch.split(words, _CHUNK)]

@@ -75,10 +75,10 @@ def make_precision(precision: str | Precision) -> Precision:
 
 def set_up(strategy: str | Strategy, precision: str | Precision) -> tuple[Strategy, Precision]:
     """Return a strategy that has joined its processes, and a precision bound to its device."""
-    plugin, place = make_precision(precision), make_strategy(strategy)
-    place.setup()
-    plugin.setup(place.device)
-    return place, plugin
+    plugin, chosen = make_precision(precision), make_strategy(strategy)
+    chosen.setup()
+    plugin.setup(chosen.device)
+    return chosen, plugin
 
 
 def _look_up(
@@ -146,9 +146,9 @@ def check_model(model: object) -> nn.Module:
         )
     compiled = [name for name, _ in model.named_modules() if name.endswith(COMPILED)]
     if compiled:
-        place = compiled[0].removesuffix(COMPILED).removesuffix(".")
+        module = compiled[0].removesuffix(COMPILED).removesuffix(".")
         raise ConfigError(
-            f"{f'`{place}` of the model' if place else 'The model'} was wrapped by "
+            f"{f'`{module}` of the model' if module else 'The model'} was wrapped by "
             f"`torch.compile(...)`, which puts `{COMPILED}` into the names of its parameters, and "
             "so into checkpoints. Pass it unwrapped, with `Trainer(compile=True)`, or compile a "
             "part of it in place by `part.compile()`."

@@ -95,13 +95,13 @@ def check_outputs(run: Run, callbacks: CallbackList) -> None:
     def check() -> None:
         for callback in callbacks.writers:
             callback.check_output(run)
-        for place in run.internals.outputs:
-            if place.is_char_device() or place.is_fifo():
+        for output in run.internals.outputs:
+            if output.is_char_device() or output.is_fifo():
                 continue
-            if run.output_dir is None or not place.is_relative_to(run.output_dir):
+            if run.output_dir is None or not output.is_relative_to(run.output_dir):
                 from trainkit.basics.lock import RunLock  # by default all is in there
 
-                parts = (place,) if place.is_dir() else (place.parent, place.name)
+                parts = (output,) if output.is_dir() else (output.parent, output.name)
                 run.internals.locks.append(
                     RunLock(*parts, advice="give the logger another place").acquire()
                 )
@@ -114,10 +114,10 @@ def write_apart(run: Run, kind: str) -> None:
 
     It is beside the output directory, where all machines see it. Callers may read it after `fit`.
     """
-    place = run.output_dir or Path(tempfile.gettempdir())
+    base = run.output_dir or Path(tempfile.gettempdir())
 
     def make() -> str:
-        above = next(each for each in (place, *place.parents) if each.exists())
+        above = next(each for each in (base, *base.parents) if each.exists())
         try:
             folder = tempfile.mkdtemp(prefix=f".trainkit-{kind.replace(' ', '-')}-", dir=above)
         except OSError as error:

@@ -64,8 +64,8 @@ def settings(
         yield f"`{path}`", text
     whole = whole or (isinstance(value, _PARTS) and not _is_foreign(type(value)))
     if id(value) not in seen:
-        for place, inner in _inside(value, whole):
-            yield from settings(path + place, inner, whole=whole, seen=seen | {id(value)})
+        for key, inner in _inside(value, whole):
+            yield from settings(path + key, inner, whole=whole, seen=seen | {id(value)})
 
 
 def optimizer_settings(
