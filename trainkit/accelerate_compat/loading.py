@@ -143,9 +143,9 @@ class _Kind(type):
         return SkippedLoader(made, skip_batches) if skip_batches else made
 
     @override
-    def __instancecheck__(cls, thing: Any) -> bool:
-        prepared = isinstance(getattr(thing, "source", None), DataLoader)
-        return prepared and bool(getattr(thing, "dispatches", None)) == cls.dispatches
+    def __instancecheck__(cls, instance: Any) -> bool:
+        prepared = isinstance(getattr(instance, "source", None), DataLoader)
+        return prepared and bool(getattr(instance, "dispatches", None)) == cls.dispatches
 
 
 class DataLoaderShard(metaclass=_Kind):

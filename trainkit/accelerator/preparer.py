@@ -184,11 +184,11 @@ class Preparer:
         elif any(map(_is_raw_loader, objects)):
             check_alike(self.sharing.processes, self._loaders_of(objects))
 
-    def _trains_together(self, thing: Any) -> bool:
+    def _trains_together(self, obj: Any) -> bool:
         """Return whether something is, or trains, a model that the processes hold together."""
-        if isinstance(thing, nn.Module):
-            return self._joins(thing)
-        groups = getattr(getattr(thing, "optimizer", thing), "param_groups", [])
+        if isinstance(obj, nn.Module):
+            return self._joins(obj)
+        groups = getattr(getattr(obj, "optimizer", obj), "param_groups", [])
         own = {id(p) for group in groups for p in group["params"]}
         models = [model for model in self.registry.models if self._joins(model)]
         known = {id(p) for model in models for p in model.parameters()}
@@ -336,22 +336,22 @@ class Preparer:
         self.registry.schedulers.append(prepared)
         return prepared
 
-    def _is_prepared(self, thing: Any) -> bool:
-        return isinstance(thing, PREPARED) or any(thing is m for m in self.registry.models)
+    def _is_prepared(self, obj: Any) -> bool:
+        return isinstance(obj, PREPARED) or any(obj is m for m in self.registry.models)
 
     def _moves(self, asked: bool | None) -> bool:
         return self.device_placement if asked is None else asked
 
 
-def _is_raw_loader(thing: Any) -> bool:
-    return isinstance(thing, DataLoader) and not isinstance(thing, PREPARED)
+def _is_raw_loader(obj: Any) -> bool:
+    return isinstance(obj, DataLoader) and not isinstance(obj, PREPARED)
 
 
-def _zero_grad(thing: Any, models: Sequence[nn.Module], set_to_none: bool = True) -> None:
+def _zero_grad(obj: Any, models: Sequence[nn.Module], set_to_none: bool = True) -> None:
     """Clear the gradients of a module or optimizer, also those that wait to be reduced."""
-    type(thing).zero_grad(thing, set_to_none)
-    groups = getattr(thing, "param_groups", None)
-    held = {*(thing.parameters() if groups is None else (p for g in groups for p in g["params"]))}
+    type(obj).zero_grad(obj, set_to_none)
+    groups = getattr(obj, "param_groups", None)
+    held = {*(obj.parameters() if groups is None else (p for g in groups for p in g["params"]))}
     for _, parts in chain.from_iterable(map(sharded_groups, models)):
         for p, part in parts.items():  # `p` may be gathered now
             if not held.isdisjoint((p, part.sharded_param)) and hasattr(part, "unsharded_param"):
@@ -360,12 +360,12 @@ def _zero_grad(thing: Any, models: Sequence[nn.Module], set_to_none: bool = True
                     part.unsharded_accumulated_grad = None
 
 
-def _look_for_data(thing: Any, index: int) -> None:
+def _look_for_data(obj: Any, index: int) -> None:
     """Warn if something is handed back that looks like data, which every process would read."""
-    known = isinstance(thing, (nn.Module, Optimizer, DataLoader, Presharded, *PREPARED))
-    if not known and any(hasattr(thing, name) for name in ("__iter__", "__getitem__")):
+    known = isinstance(obj, (nn.Module, Optimizer, DataLoader, Presharded, *PREPARED))
+    if not known and any(hasattr(obj, name) for name in ("__iter__", "__getitem__")):
         warnings.warn(
-            f"Argument {index} of `prepare` is a `{type(thing).__name__}`, which stays as it is: "
+            f"Argument {index} of `prepare` is a `{type(obj).__name__}`, which stays as it is: "
             "every process takes all that it yields. Prepare the `DataLoader` that it reads, or "
             "the parts of it one by one.",
             stacklevel=4,

@@ -97,10 +97,10 @@ _LACKING = (
 )
 
 
-def _open_gradients(own: Mapping[str, Any]) -> dict[str, Tensor]:
+def _open_gradients(state: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the gradients of an open window that a process has saved, by parameter."""
-    sparse = own.get("sparse_gradients", {})
-    return {**own.get("gradients", {})} | {
+    sparse = state.get("sparse_gradients", {})
+    return {**state.get("gradients", {})} | {
         name: torch.sparse_coo_tensor(**parts, check_invariants=True)
         for name, parts in sparse.items()
     }

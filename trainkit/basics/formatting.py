@@ -12,10 +12,10 @@ def count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else ending}"
 
 
-def first_few(names: Sequence[str], most: int) -> str:
-    """Return the first `most` names, each in backticks, and how many more there are."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(f"`{name}`" for name in names[:most]) + more
+def first_few(names: Sequence[str], limit: int) -> str:
+    """Return the first `limit` names, each in backticks, and how many more there are."""
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(f"`{name}`" for name in names[:limit]) + more
 
 
 def clock(seconds: float) -> str:

@@ -34,7 +34,7 @@ def one_of(*names: str) -> Callable[[object], str]:
     return read
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def nearest(name: str, allowed: Iterable[str]) -> str:
     """Return a sentence that names the known name nearest to this one; empty without one."""
-    found = difflib.get_close_matches(name, list(known), n=1)
+    found = difflib.get_close_matches(name, list(allowed), n=1)
     return f" Did you mean `{found[0]}`?" if found else ""

@@ -193,9 +193,9 @@ def undisturbed(device: torch.device) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def determinism(wanted: bool) -> Iterator[None]:
+def determinism(enabled: bool) -> Iterator[None]:
     """Let torch use deterministic algorithms only, inside the context and where wanted."""
-    if not wanted:
+    if not enabled:
         yield
         return
     before = torch.are_deterministic_algorithms_enabled()

@@ -59,7 +59,7 @@ def parsed(path: Path, parse: Callable[[bytes], T]) -> Iterator[T | None]:
         warnings.warn(f"`{path}`: {first}{more}.", LeftOut, stacklevel=2)
 
 
-def stretches(path: Path, parse: Callable[[bytes], T], most: int) -> Iterator[list[T | None]]:
+def stretches(path: Path, parse: Callable[[bytes], T], limit: int) -> Iterator[list[T | None]]:
     """Yield what `parsed` does in lists that are equally long, at most so many."""
     try:
         with _opened(path) as file:
@@ -67,7 +67,7 @@ def stretches(path: Path, parse: Callable[[bytes], T], most: int) -> Iterator[li
     except OSError:
         size = 0  # `parsed` says why
     found = parsed(path, parse)
-    while stretch := list(islice(found, max(1, -(-size // most)))):
+    while stretch := list(islice(found, max(1, -(-size // limit)))):
         yield stretch
 
 

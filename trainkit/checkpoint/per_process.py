@@ -64,8 +64,8 @@ def take_states(
         }
         return (rest, states), marks
 
-    def decide(found: Sequence[Mapping[str, Mapping[str, str]]]) -> dict[str, list[str]]:
-        return {kind: _differing(kind, [marks[kind] for marks in found]) for kind in states}
+    def decide(by_rank: Sequence[Mapping[str, Mapping[str, str]]]) -> dict[str, list[str]]:
+        return {kind: _differing(kind, [marks[kind] for marks in by_rank]) for kind in states}
 
     (rest, states), marks = run_on_all(processes, mark)
     if are_alike(processes, number_of(marks)):

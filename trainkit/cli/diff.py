@@ -63,31 +63,31 @@ def _run(options: argparse.Namespace) -> int:
     return int(parts)
 
 
-def _told(found: "Parting") -> list[str]:
-    windows = f"Bit-equal over {count(found.equal, 'window')}"
-    lines = [f"{windows}{', but not in what was saved' * bool(found.causes)}."]
-    if found.first is not None:
-        lines = [f"{windows}. In window {found.first[0].attempt}, step {found.first[0].step}:"]
-        lines += [f"  {text}" for text in found.differs]
-    for index, cause in enumerate(found.causes):
+def _told(parting: "Parting") -> list[str]:
+    windows = f"Bit-equal over {count(parting.equal, 'window')}"
+    lines = [f"{windows}{', but not in what was saved' * bool(parting.causes)}."]
+    if parting.first is not None:
+        lines = [f"{windows}. In window {parting.first[0].attempt}, step {parting.first[0].step}:"]
+        lines += [f"  {text}" for text in parting.differs]
+    for index, cause in enumerate(parting.causes):
         lines.append(f"{'Also' if index else 'Likely cause'}: {cause.kind}: {cause.text}")
-    return [*lines, *found.notes]
+    return [*lines, *parting.notes]
 
 
 # Both steps made once more.
 
 
-def _compare_replays(a: Path, b: Path, found: "Parting") -> str:
+def _compare_replays(a: Path, b: Path, parting: "Parting") -> str:
     """Replay the step in which two runs part, and return what differs first in it, in words."""
     from trainkit.cli.parting import OTHER_PROCESSES
 
-    if found.first is None:
+    if parting.first is None:
         return "There is no window that differs."
-    if OTHER_PROCESSES in found.notes:
+    if OTHER_PROCESSES in parting.notes:
         return "Runs on as many processes can be compared, as their batches are cut alike."
-    if any(record.skip for record in found.first):
+    if any(record.skip for record in parting.first):
         return "Only updates can be made once more, and this window was skipped."
-    step = found.first[0].step
+    step = parting.first[0].step
     folders = [_replay(run, step) for run in (a, b)]
     told = []
     for name, folder in zip("AB", folders, strict=True):

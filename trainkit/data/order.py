@@ -20,10 +20,10 @@ from trainkit.errors import ConfigError
 Indices: TypeAlias = Tensor | list[Any]
 
 
-def length_of(thing: Any) -> int | None:
+def length_of(obj: Any) -> int | None:
     """Return `len(thing)`; None where it has no length."""
     try:
-        return len(thing)
+        return len(obj)
     except (TypeError, NotImplementedError):
         return None
 
@@ -46,9 +46,9 @@ def set_epoch_on(objects: Sequence[Any], epoch: int) -> None:
             each.set_epoch(epoch)
 
 
-def is_of_torchdata(thing: Any) -> bool:
+def is_of_torchdata(obj: Any) -> bool:
     """Return whether a loader or batch sampler is one of torchdata, which yields as torch's do."""
-    own = getattr(type(thing), "__iter__", None)
+    own = getattr(type(obj), "__iter__", None)
     return getattr(own, "__module__", "").startswith("torchdata.stateful_dataloader.")
 
 

@@ -154,23 +154,23 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
         return part
 
 
-def _documents(item: int, length: int, most: int, longer: Longer) -> Iterator[Document]:
-    if length <= most:
+def _documents(item: int, length: int, row_length: int, longer: Longer) -> Iterator[Document]:
+    if length <= row_length:
         if length:
             yield Document(item, 0, length)
     elif longer == "error":
         raise DataError(
-            f"Item {item} has {length} tokens, more than the {most} of a row. Raise `max_length`, "
-            'or say what becomes of such items: `longer="truncate"`, "split" or "drop".'
+            f"Item {item} has {length} tokens, more than the {row_length} of a row. Raise "
+            '`max_length`, or say what becomes of them: `longer="truncate"`, "split" or "drop".'
         )
     elif longer == "truncate":
-        yield Document(item, 0, most)
+        yield Document(item, 0, row_length)
     elif longer == "split":
-        for start in range(0, length, most):
-            yield Document(item, start, min(start + most, length))
+        for start in range(0, length, row_length):
+            yield Document(item, start, min(start + row_length, length))
 
 
-def _rows(documents: list[Document], most: int) -> list[list[Document]]:
+def _rows(documents: list[Document], row_length: int) -> list[list[Document]]:
     """Return rows of documents: each where it leaves the least place, the longest first."""
     rows: list[list[Document]] = []
     open_rows: dict[int, list[int]] = {}  # by the place that is left
@@ -179,7 +179,7 @@ def _rows(documents: list[Document], most: int) -> list[list[Document]]:
         length = document.stop - document.start
         found = bisect_left(rooms, length)
         if found == len(rooms):
-            row, left = len(rows), most
+            row, left = len(rows), row_length
             rows.append([])
         else:
             left = rooms[found]

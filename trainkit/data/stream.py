@@ -221,13 +221,13 @@ class StreamReader(Fetch):
     def _shard(self) -> Any:
         return self.dataset.shard(num_shards=self._size, index=self._rank)
 
-    def _read(self, many: int, *, keeps_prior: bool = False) -> list[Any]:
-        """Return the next `many` items, fewer at the end; keep the state before the last."""
+    def _read(self, count: int, *, keeps_prior: bool = False) -> list[Any]:
+        """Return the next `count` items, fewer at the end; keep the state before the last."""
         items: list[Any] = []
         keeps_prior = keeps_prior and self._owner is not None and self.in_training
         try:
-            while len(items) < many and not self._ended:
-                if keeps_prior and (self._merges or (self.seeds and len(items) == many - 1)):
+            while len(items) < count and not self._ended:
+                if keeps_prior and (self._merges or (self.seeds and len(items) == count - 1)):
                     self._prior = copy.deepcopy(self._owner.state_dict())
                 if self.seeds:
                     rng.seed_host(self._key(self._at))

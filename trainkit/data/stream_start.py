@@ -154,17 +154,17 @@ def forget_loaded(dataset: Any) -> None:
             part.load_state_dict(None)
 
 
-def is_stateful(thing: Any) -> bool:
-    """Return whether `thing` has `state_dict` and `load_state_dict`, and says in them all it needs.
+def is_stateful(obj: Any) -> bool:
+    """Return whether `obj` has `state_dict` and `load_state_dict`, and says in them all it needs.
 
     The shuffle buffers of `datasets` are left out of their states: their samples would be lost.
     """
-    part = getattr(thing, "_ex_iterable", None)
+    part = getattr(obj, "_ex_iterable", None)
     while part is not None:
         if type(part).__name__ == "BufferShuffledExamplesIterable":
             return False
         part = getattr(part, "ex_iterable", None)
-    return _takes(thing, "state_dict") and _takes(thing, "load_state_dict", {})
+    return _takes(obj, "state_dict") and _takes(obj, "load_state_dict", {})
 
 
 def is_same(one: Any, other: Any) -> bool:
@@ -186,9 +186,9 @@ def is_same(one: Any, other: Any) -> bool:
         return False
 
 
-def _takes(thing: Any, name: str, *values: Any) -> bool:
+def _takes(obj: Any, name: str, *values: Any) -> bool:
     # Those of mosaicml-streaming want to be told how much was read.
-    method = getattr(thing, name, None)
+    method = getattr(obj, name, None)
     if not callable(method):
         return False
     try:
@@ -200,6 +200,6 @@ def _takes(thing: Any, name: str, *values: Any) -> bool:
     return True
 
 
-def is_huggingface(thing: Any) -> bool:
-    """Return whether `thing` is an iterable data set of `datasets`."""
-    return hasattr(thing, "_ex_iterable") and callable(getattr(thing, "load_state_dict", None))
+def is_huggingface(obj: Any) -> bool:
+    """Return whether `obj` is an iterable data set of `datasets`."""
+    return hasattr(obj, "_ex_iterable") and callable(getattr(obj, "load_state_dict", None))

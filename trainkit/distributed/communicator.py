@@ -239,8 +239,8 @@ class Communicator:
         """
         collective_guard.check("pad_across_processes")
 
-        def has(each: torch.Tensor) -> bool:
-            return not each.is_nested and -each.ndim <= dim < each.ndim
+        def has(tensor: torch.Tensor) -> bool:
+            return not tensor.is_nested and -tensor.ndim <= dim < tensor.ndim
 
         def measured() -> list[int]:
             tensors = named_tensors(tensor, "tensor")
@@ -257,14 +257,14 @@ class Communicator:
         )
         longest = iter(self.processes.all_reduce(torch.tensor(sizes), "max").tolist())
 
-        def padded(each: torch.Tensor) -> torch.Tensor:
+        def padded(tensor: torch.Tensor) -> torch.Tensor:
             size = next(longest)
-            if not has(each) or each.shape[dim] == size:
-                return each
-            missing = size - each.shape[dim]
-            later = [0, 0] * (each.ndim - 1 - dim % each.ndim)  # `pad` begins with the last
+            if not has(tensor) or tensor.shape[dim] == size:
+                return tensor
+            missing = size - tensor.shape[dim]
+            later = [0, 0] * (tensor.ndim - 1 - dim % tensor.ndim)  # `pad` begins with the last
             ends = [missing, 0] if pad_first else [0, missing]
-            return torch.nn.functional.pad(each, [*later, *ends], value=pad_index)
+            return torch.nn.functional.pad(tensor, [*later, *ends], value=pad_index)
 
         return map_tensors(padded, tensor, "tensor")
 

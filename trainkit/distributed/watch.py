@@ -62,5 +62,5 @@ class Watch(Protocol):
     def fail_for_good(self, error: BaseException) -> None:
         """Report an error that nobody will catch, and tell the others."""
 
-    def close(self, how: str = ...) -> None:
-        """Tell the others that this process ends in order, and `how`; stop to watch."""
+    def close(self, outcome: str = ...) -> None:
+        """Tell the others that this process ends in order, and `outcome`; stop to watch."""

@@ -18,23 +18,23 @@ Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManage
 
 
 def recomputation(
-    how: str, contexts: Contexts | None
+    method: str, contexts: Contexts | None
 ) -> tuple[Callable[..., Any], Contexts | None]:
     """Return what takes the place of torch's `checkpoint`, and its `context_fn`.
 
     Args:
-        how: "offload": the inputs of a block wait in the memory of the host. "selective": the
+        method: "offload": the inputs of a block wait in the memory of the host. "selective": the
             results of matrix products, convolutions and attention are kept, and all that is cheap
             is computed again.
         contexts: What blocks are to run in besides.
     """
-    if how == "offload":
+    if method == "offload":
         return _checkpoint_offloaded, contexts
-    if how != "selective":
+    if method != "selective":
         raise ConfigError(
             "Activations can be kept (False), computed again (True), computed again but for what "
             'is dear ("selective"), or from inputs on the host ("offload"); given was '
-            f"{how!r}."
+            f"{method!r}."
         )
     kept: Contexts = partial(create_selective_checkpoint_contexts, dear_operators())
     if contexts is None:

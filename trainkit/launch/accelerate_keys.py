@@ -45,8 +45,8 @@ HARMLESS = {
 """The values of others that change nothing, as they ask for what there is."""
 
 
-def check(key: str, value: object, source: str, known: Iterable[str]) -> None:
-    """Raise ConfigError if a key that is none of the `known` ones switches something on."""
+def check(key: str, value: object, source: str, allowed: Iterable[str]) -> None:
+    """Raise ConfigError if a key that is none of the `allowed` ones switches something on."""
     if key == "fp8_config" and isinstance(value, dict):
         for name, each in value.items():
             check(f"fp8_{str(name).removeprefix('fp8_')}", each, source, ())
@@ -54,7 +54,7 @@ def check(key: str, value: object, source: str, known: Iterable[str]) -> None:
     is_harmless = key in HARMLESS and str(value).lower() == HARMLESS[key]
     if not (key in NO_EFFECT or is_harmless or _is_off(value)):
         raise ConfigError(
-            f"`{key}` ({source}) is no known key.{nearest(key, known)} If it is one of "
+            f"`{key}` ({source}) is no known key.{nearest(key, allowed)} If it is one of "
             "Accelerate's, it asks for what trainkit does not drive: leave it out."
         )
 

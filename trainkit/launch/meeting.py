@@ -185,16 +185,16 @@ def to_compare(plan: Plan) -> dict[str, str]:
     }
 
 
-def meet(job: JobSettings, told: Mapping[str, str]) -> Meeting:
+def meet(job: JobSettings, settings: Mapping[str, str]) -> Meeting:
     """Meet the other machines; all go on, or all raise the same.
 
     Args:
-        told: What must be equal on all machines, by name.
+        settings: What must be equal on all machines, by name.
 
     Raises:
         DistributedError: They do not come together; says why.
     """
-    card, end = card_of(job, told=told), time.monotonic() + job.meeting_timeout
+    card, end = card_of(job, told=settings), time.monotonic() + job.meeting_timeout
     return _guest(job, card, end) if job.machine_rank else _host(job, card, end)
 
 
@@ -283,12 +283,12 @@ def _conflict(cards: Sequence[Card]) -> str:
     return f"The machines were told different things: {wrong}" if wrong else ""
 
 
-def difference(told: Mapping[object, Mapping[str, str]], kind: str = "") -> str:
+def difference(settings: Mapping[object, Mapping[str, str]], kind: str = "") -> str:
     """Return what some were told in another way than others; empty where there is nothing."""
     found = []
-    for name in sorted({name for each in told.values() for name in each}):
+    for name in sorted({name for each in settings.values() for name in each}):
         who: dict[str, list[object]] = {}
-        for one, each in told.items():
+        for one, each in settings.items():
             who.setdefault(each.get(name, "-"), []).append(one)
         if len(who) > 1:
             found.append(f"{name}: {', '.join(f'{v} ({kind}{listed(w)})' for v, w in who.items())}")

@@ -66,34 +66,34 @@ def load(name: str, **options: Any) -> "LocalMetric | EvaluateMetric":
         ) from error
 
 
-def as_metric(thing: Any) -> Metric:
-    """Return `thing` as a metric.
+def as_metric(metric: Any) -> Metric:
+    """Return `metric` as a metric.
 
     Args:
-        thing: A metric, a name for `load`, a module of `evaluate`, a metric or collection of
+        metric: A metric, a name for `load`, a module of `evaluate`, a metric or collection of
             torchmetrics, or a function `(predictions, references) -> float | dict`.
 
     Raises:
         ConfigError: It is none of these, or a class where an object is needed.
     """
-    if isinstance(thing, Metric):
-        return thing
-    if isinstance(thing, str):
-        return load(thing)
-    if isinstance(thing, type):
+    if isinstance(metric, Metric):
+        return metric
+    if isinstance(metric, str):
+        return load(metric)
+    if isinstance(metric, type):
         raise ConfigError(
-            f"A metric must be an object, but is the class `{thing.__name__}`. Make one: "
-            f"`{thing.__name__}()`."
+            f"A metric must be an object, but is the class `{metric.__name__}`. Make one: "
+            f"`{metric.__name__}()`."
         )
     for library, (classes, adapter) in _OF_LIBRARIES.items():
-        loaded = sys.modules.get(library)  # whose objects `thing` can be without an import
+        loaded = sys.modules.get(library)  # whose objects `metric` can be without an import
         known = (getattr(loaded, name, None) for name in classes)
-        if isinstance(thing, tuple(cls for cls in known if isinstance(cls, type))):
-            made: Metric = resolve_name(adapter)(thing)
+        if isinstance(metric, tuple(cls for cls in known if isinstance(cls, type))):
+            made: Metric = resolve_name(adapter)(metric)
             return made
-    if callable(thing):
-        return FunctionMetric(thing)
+    if callable(metric):
+        return FunctionMetric(metric)
     raise ConfigError(
         f"A metric must be a name, a `Metric`, a module of `evaluate`, a metric of torchmetrics or "
-        f"a function of predictions and references, but is {thing!r}."
+        f"a function of predictions and references, but is {metric!r}."
     )

@@ -17,7 +17,7 @@ from trainkit.types import class_name
 
 
 def checkpoint_activations(
-    model: nn.Module, blocks: Collection[nn.Module], how: bool | str = True
+    model: nn.Module, blocks: Collection[nn.Module], method: bool | str = True
 ) -> Callable[[], None]:
     """Let a model compute its activations again in backward; return what undoes that.
 
@@ -28,10 +28,10 @@ def checkpoint_activations(
     Args:
         model: The user's own, sharded or not.
         blocks: What is computed again one by one, where the model has no method of its own.
-        how: True, or another way, which `trainkit.large_models` knows.
+        method: True, or another way, which `trainkit.large_models` knows.
     """
     if getattr(model, "supports_gradient_checkpointing", False):
-        return _by_own_method(model, how)
+        return _by_own_method(model, method)
     if not blocks:
         raise ConfigError(
             f"The activations of `{class_name(model)}` were to be computed again in backward, but "
@@ -44,7 +44,7 @@ def checkpoint_activations(
     ]
     before = [(block, vars(block).get("forward")) for block in plain]
     buffers = _Buffers(model)
-    run, options = _way(buffers, how)
+    run, options = _way(buffers, method)
     for block in plain:
         block.forward = partial(run, buffers.in_block(block), **options)
 
@@ -58,7 +58,7 @@ def checkpoint_activations(
     return undo
 
 
-def _by_own_method(model: Any, how: bool | str) -> Callable[[], None]:
+def _by_own_method(model: Any, method: bool | str) -> Callable[[], None]:
     def own(name: str) -> Any:  # older versions of transformers say "gradient"
         newer = name.replace("gradient", "activation")
         return getattr(model, newer if hasattr(model, newer) else name)
@@ -66,7 +66,7 @@ def _by_own_method(model: Any, how: bool | str) -> Callable[[], None]:
     if own("is_gradient_checkpointing"):
         return lambda: None
     buffers = _Buffers(model)
-    run, options = _way(buffers, how)
+    run, options = _way(buffers, method)
     own("gradient_checkpointing_enable")(options)
     for part in model.modules():
         if run is not checkpoint and (name := "_gradient_checkpointing_func") in vars(part):
@@ -81,7 +81,7 @@ def _by_own_method(model: Any, how: bool | str) -> Callable[[], None]:
     return undo
 
 
-def _way(buffers: "_Buffers", how: bool | str) -> tuple[Callable[..., Any], dict[str, Any]]:
+def _way(buffers: "_Buffers", method: bool | str) -> tuple[Callable[..., Any], dict[str, Any]]:
     """Return what computes again, such as torch's `checkpoint`, and its options."""
 
     def contexts() -> tuple[_First, _Again]:
@@ -89,7 +89,7 @@ def _way(buffers: "_Buffers", how: bool | str) -> tuple[Callable[..., Any], dict
         return first, _Again(first)
 
     own = contexts if buffers.names or forgets_random_state() else None
-    run, found = (checkpoint, own) if how is True else ask("recomputation")(how, own)
+    run, found = (checkpoint, own) if method is True else ask("recomputation")(method, own)
     return run, {"use_reentrant": False, **({} if found is None else {"context_fn": found})}
 
 

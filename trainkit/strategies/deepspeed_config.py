@@ -121,9 +121,9 @@ def _is_off(value: Any) -> bool:
     return value is None
 
 
-def contradiction(key: str, said: Any, source: str, actual: Any) -> ConfigError:
+def contradiction(key: str, value: Any, source: str, actual: Any) -> ConfigError:
     """Return an error that names what the configuration says, and what the training does."""
     return ConfigError(
-        f"`{key}` of the DeepSpeed configuration is {said!r}, but {source} is {actual}. Write "
+        f"`{key}` of the DeepSpeed configuration is {value!r}, but {source} is {actual}. Write "
         '"auto" there, or give both the same.'
     )

@@ -307,22 +307,22 @@ class FSDP(ShardedStrategy):
             p.requires_grad_(False)
         return _Sharded(dtype, replaced, dict(model.named_parameters()))
 
-    def _before_forward(self, model: nn.Module, known: _Sharded) -> None:
+    def _before_forward(self, model: nn.Module, sharded: _Sharded) -> None:
         """Take the buffers of process 0, once for each reduction, and in an evaluation after it.
 
         The first forward of a training is compared over the processes.
         """
         trains = torch.is_grad_enabled() and model.training
-        if known.shares_buffers and (trains or not model.training):
+        if sharded.shares_buffers and (trains or not model.training):
             self.share_buffers(model)
-            known.shares_buffers = False
+            sharded.shares_buffers = False
         if trains:
-            known.shares_buffers = known.reduces
-            compares, known.compares = known.compares, False
+            sharded.shares_buffers = sharded.reduces
+            compares, sharded.compares = sharded.compares, False
             if compares and self.processes.size > 1 and compiled_call(model) is None:
                 from trainkit.strategies.forward_check import ForwardCheck
 
-                known.hooks += ForwardCheck(model, self.processes).hooks
+                sharded.hooks += ForwardCheck(model, self.processes).hooks
 
 
 def _check_scalars(parameters: Mapping[str, nn.Parameter]) -> set[nn.Parameter]:

@@ -142,25 +142,25 @@ def _train(
 
 
 def _check_training(
-    kind: str, found: list[dict[str, Any]], expected: dict[str, Any] | None, tolerance: float
+    kind: str, results: list[dict[str, Any]], expected: dict[str, Any] | None, tolerance: float
 ) -> None:
     what = f"In {kind} training"
     for key in ("counters", "hooks", "losses", "metrics", "again", "weights"):
-        values = [of[key] for of in found]
+        values = [of[key] for of in results]
         assert task.same(values), f"{what}, `{key}` differ between processes: {task.shown(values)}."
     hooks = ("on_step_start", "on_gradients", "on_step_end")
-    assert found[0]["hooks"] == dict.fromkeys(hooks, STEPS), f"{what}, hooks are missing."
-    assert all(map(math.isfinite, found[0]["losses"])), f"{what}, losses are not finite."
-    assert found[0]["losses"][-1] < found[0]["losses"][0], f"{what}, the loss does not fall."
+    assert results[0]["hooks"] == dict.fromkeys(hooks, STEPS), f"{what}, hooks are missing."
+    assert all(map(math.isfinite, results[0]["losses"])), f"{what}, losses are not finite."
+    assert results[0]["losses"][-1] < results[0]["losses"][0], f"{what}, the loss does not fall."
     if expected is None:
         return
-    assert task.same([of["norms"] for of in found]), (
+    assert task.same([of["norms"] for of in results]), (
         f"{what}, `clip_grad_norm` must return the norm over all processes, equal on each, but "
-        f"returned {task.shown([of['norms'] for of in found])}."
+        f"returned {task.shown([of['norms'] for of in results])}."
     )
-    assert found[0]["counters"] == expected["counters"], f"{what}, counters are not as on one."
+    assert results[0]["counters"] == expected["counters"], f"{what}, counters are not as on one."
     for key in ("losses", "norms", "metrics", "again", "weights"):
-        error = _distance(found[0][key], expected[key])
+        error = _distance(results[0][key], expected[key])
         assert error <= tolerance, (
             f"{what}, `{key}` are not those of one device with the same global batch: relative "
             f"error {error:.1e}, allowed are {tolerance:.1e}. Gradients must be averaged over the "
@@ -221,8 +221,8 @@ class _Skips(task.Record):
         self.changed = not task.same([self._before, task.weights(run.module)])
 
 
-def _check_overflow(found: list[dict[str, Any]]) -> None:
-    for rank, of in enumerate(found):
+def _check_overflow(results: list[dict[str, Any]]) -> None:
+    for rank, of in enumerate(results):
         assert of["skips"] == [SPOILED_STEP], (
             "The gradient of one process overflowed in fp16, and every process must skip step "
             f"{SPOILED_STEP}; process {rank} skipped {of['skips']}. Where processes hold different "
@@ -230,8 +230,8 @@ def _check_overflow(found: list[dict[str, Any]]) -> None:
         )
         assert not of["changed"], f"A skipped step changed the weights of process {rank}."
         assert of["scale"] == 128.0, f"The loss scale of process {rank} is {of['scale']}, not 128."
-    assert task.same([of["counters"] for of in found]), "After a skip, counters differ."
-    assert task.same([of["weights"] for of in found]), "After a skip, weights differ."
+    assert task.same([of["counters"] for of in results]), "After a skip, counters differ."
+    assert task.same([of["weights"] for of in results]), "After a skip, weights differ."
 
 
 class _Gradients(task.Record):

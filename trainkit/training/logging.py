@@ -267,9 +267,9 @@ class NoRun(RunServices):
         )
 
 
-def _read_entry(told: Any, value: float, weight: float) -> _Entry:
-    by_process = told == BY_PROCESS
-    return _Entry("mean" if by_process else told, value, weight, by_process)
+def _read_entry(entry: Any, value: float, weight: float) -> _Entry:
+    by_process = entry == BY_PROCESS
+    return _Entry("mean" if by_process else entry, value, weight, by_process)
 
 
 def _scalar(name: str, value: Tensor) -> Tensor:

@@ -334,6 +334,6 @@ class Run(RunServices):
         return self.requests if agreed or self.internals.flags is None else self.requests.own
 
 
-def _first(windows: Generator[Window, None, None], most: int) -> Generator[Window, None, None]:
+def _first(windows: Generator[Window, None, None], limit: int) -> Generator[Window, None, None]:
     with closing(windows):
-        yield from islice(windows, most)
+        yield from islice(windows, limit)

@@ -357,16 +357,16 @@ class Weighting:
                     parameter.grad += gradient
 
     @contextmanager
-    def _gradients_of(self, each: _BySample) -> Iterator[None]:
+    def _gradients_of(self, losses: _BySample) -> Iterator[None]:
         """Let `.grad` be what one sum has accumulated."""
         others = [parameter.grad for parameter in self.parameters]
-        given = each.gradients or [None] * len(others)
+        given = losses.gradients or [None] * len(others)
         for parameter, gradient in zip(self.parameters, given, strict=True):
             parameter.grad = gradient
         try:
             yield
         finally:
-            each.gradients = [parameter.grad for parameter in self.parameters]
+            losses.gradients = [parameter.grad for parameter in self.parameters]
             for parameter, gradient in zip(self.parameters, others, strict=True):
                 parameter.grad = gradient
 

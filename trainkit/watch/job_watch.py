@@ -168,11 +168,11 @@ class JobWatch:
                 self.fail(error, report, self._monitor.folder)
             self._say_failed(0, report.cause)
 
-    def close(self, how: str = "left the job by `close`") -> None:
-        """Tell the others that this process ends in order, and `how`; stop to watch."""
+    def close(self, outcome: str = "left the job by `close`") -> None:
+        """Tell the others that this process ends in order, and `outcome`; stop to watch."""
         if self._is_at_work():
             self._closed = True
-            self._monitor.close(how)
+            self._monitor.close(outcome)
             self._finalizer.cancel()
             if sys.excepthook == self._hook:
                 sys.excepthook = self._hook_before

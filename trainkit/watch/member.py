@@ -38,10 +38,10 @@ class Member:
         return cls(parts[0], " ".join(parts), os.getpid(), started_at(os.getpid()), number)
 
     @classmethod
-    def parse(cls, told: Any) -> "Member | None":
+    def parse(cls, message: Any) -> "Member | None":
         """Return the process that another one is, by what it has told; None where that is none."""
-        kinds = [type(part) for part in told] if isinstance(told, list) else []
-        return cls(*told) if kinds == [str, str, int, str, str] else None
+        kinds = [type(part) for part in message] if isinstance(message, list) else []
+        return cls(*message) if kinds == [str, str, int, str, str] else None
 
     def as_list(self) -> list[Any]:
         """Return what travels: the arguments of `Member`."""

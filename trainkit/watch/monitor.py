@@ -98,9 +98,9 @@ class WatchThread:
             self._this.send(message)
             self._sent.wait(1.0)
 
-    def close(self, how: str) -> None:
+    def close(self, outcome: str) -> None:
         """Tell the others that this process ends in order, and end the thread."""
-        self._say_done(f"({Member.this()}) {how}")
+        self._say_done(f"({Member.this()}) {outcome}")
         self._thread.join(2.0)
 
     # From here on: the thread.
@@ -155,9 +155,9 @@ class WatchThread:
             self.callers.on_message(rank, message)
             self._crossed.on_message(rank, message)
 
-    def _say_done(self, how: str) -> None:
+    def _say_done(self, outcome: str) -> None:
         """Tell process 0 that this one ends in order; all, if it is that; then end the thread."""
-        self._this.send({"kind": "done", "how": how, **({"to": 0} if self._this.rank else {})})
+        self._this.send({"kind": "done", "how": outcome, **({"to": 0} if self._this.rank else {})})
         self._closing = True
 
     def _blame(self, cause: _Cause) -> None:

@@ -47,20 +47,20 @@ class PiecedSpec(ShardingSpec):
         return ShardingSpec.wrap(self, local)
 
     @override
-    def _regions(self, at: Any) -> list[ShardRegion]:
-        return [region for region, _ in self._pieces(at)]
+    def _regions(self, coords: Any) -> list[ShardRegion]:
+        return [region for region, _ in self._pieces(coords)]
 
-    def _pieces(self, at: Any) -> list[tuple[ShardRegion, tuple[slice, ...]]]:
+    def _pieces(self, coords: Any) -> list[tuple[ShardRegion, tuple[slice, ...]]]:
         found = []
-        for stretches in product(*map(_stretches, self._held(at))):
+        for stretches in product(*map(_stretches, self._held(coords))):
             begins, sizes, slices = zip(*stretches, strict=True)
             found.append((ShardRegion(begins, sizes), slices))
         return found
 
-    def _held(self, at: Any) -> "list[Tensor]":
+    def _held(self, coords: Any) -> "list[Tensor]":
         """Return the indices in each dimension of what a process holds, by its coordinates."""
-        held = [torch.arange(0 if at is None else size) for size in self.shape]
-        cuts = zip(at or (), self.mesh.shape, self.placements, strict=False)
+        held = [torch.arange(0 if coords is None else size) for size in self.shape]
+        cuts = zip(coords or (), self.mesh.shape, self.placements, strict=False)
         for index, count, placement in cuts:
             if not placement.is_replicate():
                 parts = _cut(held[placement.dim], getattr(placement, "split_factor", 1))

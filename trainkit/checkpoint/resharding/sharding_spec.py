@@ -101,13 +101,13 @@ class ShardingSpec:
         """Return the sharded tensor of one that this process holds completely."""
         return self.wrap(whole[self.region().index].clone())
 
-    def _is_first_copy(self, at: Any) -> bool:
-        return all(at[dim] == 0 for dim, p in enumerate(self.placements) if p.is_replicate())
+    def _is_first_copy(self, coords: Any) -> bool:
+        return all(coords[dim] == 0 for dim, p in enumerate(self.placements) if p.is_replicate())
 
-    def _regions(self, at: Any) -> list[ShardRegion]:
+    def _regions(self, coords: Any) -> list[ShardRegion]:
         """Return what the process at these coordinates of the mesh holds."""
         offsets, sizes = [0] * len(self.shape), list(self.shape)
-        for index, count, placement in zip(at, self.mesh.shape, self.placements, strict=True):
+        for index, count, placement in zip(coords, self.mesh.shape, self.placements, strict=True):
             if placement.is_shard():
                 dim = placement.dim
                 share = -(-sizes[dim] // count)

@@ -110,14 +110,14 @@ def _short(points: Sequence[Point]) -> list[Point]:
     return [(step, float(f"{value:.{digits}g}")) for step, value in points]
 
 
-def thin(points: list[Point], most: int = MOST_POINTS) -> list[Point]:
-    """Return at most `most` points: the lowest and the highest of equal stretches, and both ends.
+def thin(points: list[Point], max_points: int = MOST_POINTS) -> list[Point]:
+    """Return at most `max_points` points: the lowest and highest of equal stretches, and both ends.
 
     So no spike is lost, which every n-th point or a mean would hide.
     """
-    if len(points) <= most:
+    if len(points) <= max_points:
         return points
-    buckets = max(1, (most - 2) // 2)
+    buckets = max(1, (max_points - 2) // 2)
     inner = points[1:-1]
     kept = [points[0]]
     for number in range(buckets):

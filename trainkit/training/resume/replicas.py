@@ -118,14 +118,14 @@ def _tensors(
                     yield f"`{key}` of `{name}` in optimizer {index}", value
 
 
-def _error(when: str, found: Sequence[tuple[int, Mapping[str, str]]]) -> DistributedError:
+def _error(when: str, by_rank: Sequence[tuple[int, Mapping[str, str]]]) -> DistributedError:
     """Return the error that says which processes differ from the first one with the same part."""
-    firsts = {part: rank for rank, (part, _) in reversed([*enumerate(found)])}
+    firsts = {part: rank for rank, (part, _) in reversed([*enumerate(by_rank)])}
     words = []
-    for label in dict.fromkeys(label for _, digests in found for label in digests):
+    for label in dict.fromkeys(label for _, digests in by_rank for label in digests):
         for part, first in firsts.items():
-            known = found[first][1].get(label)
-            own = [r for r, (p, of) in enumerate(found) if p == part and of.get(label) != known]
+            known = by_rank[first][1].get(label)
+            own = [r for r, (p, of) in enumerate(by_rank) if p == part and of.get(label) != known]
             if own:
                 words.append(f"{label} on {named(own)} is not that of process {first}")
     rest = f"; and {len(words) - 5} more" if len(words) > 5 else ""

@@ -334,14 +334,14 @@ def check_callbacks(callbacks: object) -> None:
 
 
 def check_compile(
-    wanted: bool | Mapping[str, Any], device: torch.device, *, accumulates: bool
+    setting: bool | Mapping[str, Any], device: torch.device, *, accumulates: bool
 ) -> dict[str, Any] | None:
     """Return the options of torch.compile that were asked for; None: nothing is compiled."""
-    if wanted is False:
+    if setting is False:
         return None
     from trainkit.training.setup.compile import compile_options  # most runs need none of it
 
-    return compile_options(wanted, device, accumulates=accumulates)
+    return compile_options(setting, device, accumulates=accumulates)
 
 
 def check_override(method: Callable[..., Any], given: str) -> None:

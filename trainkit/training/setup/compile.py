@@ -20,37 +20,37 @@ _WITH_GRAPHS = (
 
 
 def compile_options(
-    wanted: Literal[True] | Mapping[str, Any], device: torch.device, *, accumulates: bool
+    setting: Literal[True] | Mapping[str, Any], device: torch.device, *, accumulates: bool
 ) -> dict[str, Any]:
     """Return the options of torch.compile that were asked for.
 
     Args:
         accumulates: Whether a window has several micro-batches.
     """
-    if wanted is True:
+    if setting is True:
         return {}
-    if not isinstance(wanted, Mapping):
+    if not isinstance(setting, Mapping):
         raise ConfigError(
             "`compile` must be True, False or a mapping with options of `torch.compile`, but is "
-            f'{wanted!r}. Write for example `compile={{"mode": "reduce-overhead"}}`.'
+            f'{setting!r}. Write for example `compile={{"mode": "reduce-overhead"}}`.'
         )
     known = sorted(set(inspect.signature(torch.compile).parameters) - {"model"})
-    for name in wanted:
+    for name in setting:
         if name not in known:
             raise ConfigError(
                 f"`compile` has the option {name!r}, which `torch.compile` does not know."
                 f"{nearest(str(name), known)} It takes {known}."
             )
-    settings = wanted.get("options") or {}
-    graphs = wanted.get("mode") in _WITH_GRAPHS or settings.get("triton.cudagraphs")
+    settings = setting.get("options") or {}
+    graphs = setting.get("mode") in _WITH_GRAPHS or settings.get("triton.cudagraphs")
     if graphs and accumulates and has_graphs(device):
         raise ConfigError(
-            f"Compiled with {dict(wanted)!r}, torch replays graphs of the device, and these "
+            f"Compiled with {dict(setting)!r}, torch replays graphs of the device, and these "
             "overwrite the gradients of earlier micro-batches of a window. Pass "
             "`gradient_accumulation_steps=1`, or no mode, or the mode "
             '"max-autotune-no-cudagraphs", which need no such graphs.'
         )
-    return dict(wanted)
+    return dict(setting)
 
 
 @contextmanager

@@ -72,9 +72,9 @@ def check_alike(processes: Processes, by_name: Iterable[tuple[str, str]]) -> Non
         require_equal(processes, [*dict(by_name).items()], _difference)
 
 
-def _difference(found: Sequence[list[tuple[str, str]]]) -> ConfigError | None:
+def _difference(by_rank: Sequence[list[tuple[str, str]]]) -> ConfigError | None:
     """Return what is to be said of the settings of all processes; None if they may differ so."""
-    of_all = [dict(of_process) for of_process in found]
+    of_all = [dict(of_process) for of_process in by_rank]
     differences: dict[str, str] = {}
     for name in dict.fromkeys(name for of_process in of_all for name in of_process):
         known = {of_process[name] for of_process in of_all if name in of_process}
