@@ -103,7 +103,7 @@ class Throughput(Callback):
         self._timer = _StepTimer(run.strategy.device)
         self._samples = run.state.samples_seen
         self._tokens: Tensor | int | None = None
-        self._places = 0  # for tokens, where it is known which of them hold none
+        self._positions = 0  # for tokens, where it is known which of them hold none
         dataset = getattr(run.train_loader.source, "dataset", None)
         self._packed = dataset.padding if isinstance(dataset, PackedDataset) else None
         if isinstance(self.flops, int | float):
@@ -136,7 +136,7 @@ class Throughput(Callback):
         else:
             self._tokens = count if self._tokens is None else self._tokens + count
             if self.tokens is None and isinstance(count, Tensor) and "input_ids" in batch:
-                self._places += batch["input_ids"].numel()
+                self._positions += batch["input_ids"].numel()
         self._timer.begin_wait()
 
     @override
@@ -182,7 +182,7 @@ class Throughput(Callback):
         run.log({"time/step_seconds_max": max(steps)}, reduce="max")
         tokens: Tensor | float | None = self._tokens
         self._tokens = None
-        positions, self._places = self._places, 0
+        positions, self._positions = self._positions, 0
         if tokens is not None and self._packed is not None and self.tokens is None:
             positions, tokens = int(tokens), tokens * (1 - self._packed)
         if tokens is not None and positions:

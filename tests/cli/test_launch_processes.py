@@ -13,7 +13,7 @@ import pytest
 
 from tests.cli.launcher import TIME_LIMIT, Launcher, free_port, lives, run
 from tests.cli.test_config_file import ACCELERATE
-from trainkit.launch.workers import Place, Workers
+from trainkit.launch.workers import Attempt, Workers
 
 TWO = ("launch", "--cpu", "--num_processes", 2)
 
@@ -186,7 +186,7 @@ def test_processes_that_ended_on_request_are_not_started_again(folder: Path) -> 
 def test_a_signal_that_comes_while_processes_are_started_reaches_them(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def start(self: Workers, place: Place) -> None:
+    def start(self: Workers, place: Attempt) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         before(self, place)
 

@@ -24,7 +24,7 @@ from trainkit.launch.meeting import Meeting, card_of, difference, to_compare
 from trainkit.launch.network import addresses_of, is_own, job_interface, reach
 from trainkit.launch.plan import Plan, port_of
 from trainkit.launch.settings import JobSettings
-from trainkit.launch.workers import Place
+from trainkit.launch.workers import Attempt
 from trainkit.watch.listening import ports
 
 
@@ -69,7 +69,7 @@ class ElasticMeeting(Meeting):
         return job_interface([self.address]) if self.own != self.address or is_loopback else None
 
     @override
-    def begin(self) -> Place:
+    def begin(self) -> Attempt:
         """Wait for enough machines; one of them opens a store for the processes.
 
         Raises:
@@ -84,12 +84,12 @@ class ElasticMeeting(Meeting):
             # The attempts are counted alike on all machines, those that came later too.
             number, host, port, self.link.secret = json.loads(info.store.get("trainkit/place"))
         self.link.come_to(number, lambda: 0)
-        return Place(
+        return Attempt(
             number=number, machine=info.rank, machines=info.world_size, address=host, port=port
         )
 
     @override
-    def wants_restart(self, place: Place) -> bool:
+    def wants_restart(self, attempt: Attempt) -> bool:
         """Return whether a machine comes, or is gone before its processes have met the others.
 
         Those that have met are missed by the watch, which is quicker.
@@ -99,7 +99,7 @@ class ElasticMeeting(Meeting):
                 return True
             state = self._backend.get_state()
         here = json.loads(state[0]) if state is not None else {}
-        return not here.get("closed") and len(here.get("participants", ())) < place.machines
+        return not here.get("closed") and len(here.get("participants", ())) < attempt.machines
 
     @override
     def shut(self) -> None:

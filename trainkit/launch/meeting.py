@@ -26,7 +26,7 @@ from trainkit.launch.link import Link, open_link, reach_link
 from trainkit.launch.network import addresses_of, is_own, job_interface, kernel_ports, reach
 from trainkit.launch.plan import Plan, port_of
 from trainkit.launch.settings import JobSettings
-from trainkit.launch.workers import Place
+from trainkit.launch.workers import Attempt
 from trainkit.version import __version__
 from trainkit.watch.listening import listen, ports
 from trainkit.watch.member import Member
@@ -84,7 +84,7 @@ class Meeting:
         """The interface by which it reaches them; None where nobody says it."""
         return job_interface([self.address, *(card["address"] for card in self.cards[1:])])
 
-    def begin(self) -> Place:
+    def begin(self) -> Attempt:
         """Wait until all machines are ready for the next attempt.
 
         Raises:
@@ -93,7 +93,7 @@ class Meeting:
         self._attempt += 1
         self.link.come_to(self._attempt, self.open_store)
         machine, size, port = self.machine, self.size, self.link.port
-        return Place(
+        return Attempt(
             number=self._attempt, machine=machine, machines=size, address=self.address, port=port
         )
 
@@ -112,9 +112,9 @@ class Meeting:
             )
         return port
 
-    def wants_restart(self, place: Place) -> bool:
+    def wants_restart(self, attempt: Attempt) -> bool:
         """Return whether all start again, because of another machine."""
-        return self.link.wanted > place.number
+        return self.link.wanted > attempt.number
 
     def absent(self, left: Iterable[int]) -> int | None:
         """Return one of the processes that have left and did not come to the others, who wait."""

@@ -21,7 +21,7 @@ from trainkit.launch.machine import INTERFACE_VARIABLES
 from trainkit.launch.meeting import Meeting
 from trainkit.launch.orphan_killer import OrphanKiller
 from trainkit.launch.plan import Plan
-from trainkit.launch.workers import Place, Workers, described, shell_code
+from trainkit.launch.workers import Attempt, Workers, described, shell_code
 from trainkit.watch.exit import EXIT_OTHER_FAILED
 from trainkit.watch.listening import ADDRESS_VARIABLE
 from trainkit.watch.report import FOLDER_VARIABLE, read_all
@@ -146,19 +146,19 @@ class _Supervisor:
             return
         self.workers.send(signal.SIGKILL if len(self._signals) > 2 else signum)
 
-    def _start(self, place: Place) -> None:
-        self._early, self._place = [], place
+    def _start(self, attempt: Attempt) -> None:
+        self._early, self._attempt = [], attempt
         self._waits = False
         self._left.clear()
-        if place.number:
+        if attempt.number:
             most = self._job.max_restarts
-            put(f"trainkit: restart {place.number} of at most {most}", file=sys.stderr)
-        self._reports = self._folder / f"attempt-{place.number}"
+            put(f"trainkit: restart {attempt.number} of at most {most}", file=sys.stderr)
+        self._reports = self._folder / f"attempt-{attempt.number}"
         os.environ[FOLDER_VARIABLE] = str(self._reports)
         os.environ[SECRET] = self._secret or self._link.secret
         try:
             self._reports.mkdir(parents=True, exist_ok=True)
-            self.workers.start(place)
+            self.workers.start(attempt)
         except SignalException as error:  # by the handlers that torch sets
             self._on_signal(error.sigval, None)
         except (RuntimeError, OSError) as error:
@@ -186,12 +186,12 @@ class _Supervisor:
                 return self._link.end
             if failed := {rank: code for rank, code in codes.items() if code}:
                 return self._on_failure(failed)
-            if self._meeting.wants_restart(self._place):
+            if self._meeting.wants_restart(self._attempt):
                 self._start_again(counts=not self._meeting.is_elastic)
                 return None
             if not has_told and None not in codes.values():
                 has_told = True
-                self._link.tell("finished", self._place.number)
+                self._link.tell("finished", self._attempt.number)
         return None
 
     def _look_for_absent(self, left: set[int]) -> None:

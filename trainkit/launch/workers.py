@@ -25,7 +25,7 @@ _LOOK_PAUSE, _STOPPED_LOOKS = 4.0, 12
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class Attempt:
     """Where this machine stands in an attempt.
 
     Args:
@@ -61,24 +61,24 @@ class Workers:
         self._stopped_looks: dict[int, int] = {}  # in a row, by rank
         self.stopped: dict[int, str] = {}
 
-    def start(self, place: Place) -> None:
+    def start(self, attempt: Attempt) -> None:
         """Start them, with the variables that torchrun would give them.
 
         Raises:
             OSError: That cannot be.
         """
         job, size = self._plan.job, self._plan.processes
-        first, self.stopped = place.machine * size, {}
+        first, self.stopped = attempt.machine * size, {}
         alike = {
             "LOCAL_WORLD_SIZE": size,
-            "WORLD_SIZE": size * place.machines,
-            "GROUP_RANK": place.machine,
-            "GROUP_WORLD_SIZE": place.machines,
+            "WORLD_SIZE": size * attempt.machines,
+            "GROUP_RANK": attempt.machine,
+            "GROUP_WORLD_SIZE": attempt.machines,
             "ROLE_NAME": job.role,
-            "ROLE_WORLD_SIZE": size * place.machines,
-            "MASTER_ADDR": place.address,
-            "MASTER_PORT": place.port,
-            "TORCHELASTIC_RESTART_COUNT": place.number,
+            "ROLE_WORLD_SIZE": size * attempt.machines,
+            "MASTER_ADDR": attempt.address,
+            "MASTER_PORT": attempt.port,
+            "TORCHELASTIC_RESTART_COUNT": attempt.number,
             "TORCHELASTIC_MAX_RESTARTS": job.max_restarts,
             "TORCHELASTIC_RUN_ID": "trainkit",
             "TORCHELASTIC_USE_AGENT_STORE": True,

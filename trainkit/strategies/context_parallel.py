@@ -55,7 +55,7 @@ class ContextParallel:
         self.group = part_of(processes, groups)
         self.data = part_of(processes, [*zip(*groups, strict=True)])
         self._all = processes
-        self._places = (self.group.rank, 2 * size - 1 - self.group.rank)
+        self._chunks = (self.group.rank, 2 * size - 1 - self.group.rank)
         self.is_open = False
         self._is_checked = False
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -206,7 +206,7 @@ class ContextParallel:
     def piece(self, whole: Tensor, dim: int) -> Tensor:
         """Return the piece of this process."""
         parts = whole.chunk(2 * self.group.size, dim)
-        return torch.cat([parts[chunk] for chunk in self._places], dim)
+        return torch.cat([parts[chunk] for chunk in self._chunks], dim)
 
     def whole(self, piece: Tensor, dim: int) -> Tensor:
         """Return what the pieces of all are together; without a graph."""
@@ -293,7 +293,7 @@ class ContextParallel:
             whole: Tensor = attend(query, keys, values)
             return whole
         results = []
-        for chunk, own in zip(self._places, query.chunk(2, dim=-2), strict=True):
+        for chunk, own in zip(self._chunks, query.chunk(2, dim=-2), strict=True):
             end = (chunk + 1) * own.shape[-2]
             mask = cut.mask(own.shape[-2], end, query.device)
             seen = keys[..., :end, :], values[..., :end, :]

@@ -130,8 +130,8 @@ def progress(run: RunLog) -> list[tuple[int, float, float]]:
             if event.attempts <= kept:
                 found.setdefault(event.step, (event.samples, before + event.total))
         before += session.last.total
-    for place in run.places if not found else ():
-        found.setdefault(place.step, (place.samples, place.seconds))
+    for at in run.progress if not found else ():
+        found.setdefault(at.step, (at.samples, at.seconds))
     return [(step, *found[step]) for step in sorted(found)]
 
 

@@ -122,7 +122,7 @@ class Session:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Progress:
     """Where a run was by its metrics alone, at one of their lines."""
 
     step: int
@@ -144,7 +144,7 @@ class RunLog:
     curves: dict[str, list[Point]] = field(default_factory=dict)
     """The curves by name, in the order in which they first appear; of long ones the ends of each
     stretch, and the last point."""
-    places: list[Place] = field(default_factory=list)
+    progress: list[Progress] = field(default_factory=list)
     skips: list[int] = field(default_factory=list)
     """Steps after which a window was skipped, or those that stand for all of them."""
     skipped: int = 0
@@ -187,7 +187,7 @@ class RunLog:
             self._clock = now
         self._last = lines[-1]
         samples, epoch = (_within(_MOST_COUNT, self._last.get(n)) for n in ("samples", "epoch"))
-        self.places.append(Place(self._last["step"], samples, epoch, self._ran))
+        self.progress.append(Progress(self._last["step"], samples, epoch, self._ran))
 
     def add_events(self, events: Sequence[Event]) -> None:
         """Add a stretch of the events; what stands before the first start has no clock."""

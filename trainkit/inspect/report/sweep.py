@@ -79,8 +79,8 @@ def axes(run: RunLog, most: int) -> dict[str, list[Point]]:
         epochs = [(step, round(seen / size, 6)) for step, seen in samples]
     else:  # when each was first seen to be complete
         ends: dict[float, int] = {}
-        for place in run.places:
-            ends.setdefault(place.epoch, place.step)
+        for at in run.progress:
+            ends.setdefault(at.epoch, at.step)
         epochs = [(0 if epoch == 0 else step, epoch) for epoch, step in ends.items()]
     times = [(step, round(seconds, 3)) for step, _, seconds in known]
     found = {"time": times, "epoch": epochs, "samples": samples}
