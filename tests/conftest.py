@@ -1,21 +1,23 @@
-"""Checks around every test, and the imports that forked processes would pay for one by one."""
+"""Checks around every test, and the imports that forked processes would pay for one by one.
+
+Nothing heavy is imported here: the process that hands out tests to workers needs none of it.
+"""
 
 import gc
+import importlib
 import os
 import shutil
 import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-import torch
-import torch._dynamo
-import torch.distributed.fsdp
-import torch.distributed.tensor
 
 from tests.audit import Audit
+from tests.helpers.needs import import_late
 from tests.helpers.s3 import S3, serving
 from tests.helpers.warm import import_ours, keep_environment, settle, warm
 
@@ -53,6 +55,13 @@ def pytest_xdist_auto_num_workers() -> int:
     return (os.cpu_count() or 1) + 1
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_sessionstart(session: pytest.Session) -> Iterator[None]:
+    """Let the workers begin with torch imported, once for all."""
+    with warm(lends=True) if session.config.getoption("tx", None) else nullcontext():
+        yield
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Let the longest tests come first."""
     items.sort(key=lambda item: item.path.name not in _LONG)
@@ -61,8 +70,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """Import what forks would one by one, and make them cheap."""
     keep_environment()
+    for name in ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor"):
+        importlib.import_module(name)
     import_ours()
     settle()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Import what is needed by a few modules of tests."""
+    if isinstance(item, pytest.Function):
+        import_late(vars(item.module))
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
@@ -99,6 +116,8 @@ def _lasting_threads() -> set[threading.Thread]:
 @pytest.fixture(autouse=True)
 def _nothing_is_left_behind() -> Iterator[None]:
     """Fail a test that leaves a process group, a non-daemon thread or a changed environment."""
+    import torch.distributed
+
     environment, threads = _environment(), _lasting_threads()
     yield
     left = []

@@ -4,13 +4,14 @@ import re
 
 import pytest
 import torch
-from custom_callback import BackOff
-from custom_precision import StochasticBF16
-from custom_strategy import CompressedDDP
 
+from tests.helpers.needs import late
 from tests.helpers.scripts import ROOT, run_forked
 from tests.helpers.tiers import with_few
 from trainkit.testing import check_callback, check_precision, check_strategy
+
+custom_callback, custom_precision = late("custom_callback"), late("custom_precision")
+custom_strategy = late("custom_strategy")
 
 PRINTED = {
     "custom_callback.py": r"stopped by: \w.*\njumps: \d+, accuracy 0\.\d+\n",
@@ -31,26 +32,26 @@ def test_the_example_runs(name: str, processes: int) -> None:
 @pytest.mark.e2e
 @pytest.mark.parametrize("processes", [2, 3])
 def test_the_strategy_keeps_the_contract(processes: int) -> None:
-    check_strategy(CompressedDDP, processes=processes, exact=False)
+    check_strategy(custom_strategy.CompressedDDP, processes=processes, exact=False)
 
 
 def test_the_strategy_is_another_algorithm() -> None:
     with pytest.raises(AssertionError, match="not those of one device"):
-        check_strategy(CompressedDDP, tolerance=1e-4)
+        check_strategy(custom_strategy.CompressedDDP, tolerance=1e-4)
 
 
 @pytest.mark.e2e
 def test_the_precision_keeps_the_contract() -> None:
-    check_precision(StochasticBF16)
+    check_precision(custom_precision.StochasticBF16)
 
 
 @pytest.mark.e2e
 def test_the_callback_keeps_the_contract() -> None:
-    check_callback(BackOff)
+    check_callback(custom_callback.BackOff)
 
 
 def test_rounding_is_right_on_average_and_gives_bfloat16() -> None:
-    precision = StochasticBF16()
+    precision = custom_precision.StochasticBF16()
     precision.setup(torch.device("cpu"))
     value = torch.full((40_000,), 1 + 2**-9)  # a quarter of the way from 1 to the next number
     rounded = precision.rounded(value)

@@ -4,22 +4,22 @@ import gzip
 import json
 import re
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from causal_lm import Blocks, read_records
 from gan import GAN, OPTIMIZERS, GANTrainer
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 from vision import Images, mirror, read_bytes, read_parts, shift
 
 from tests.helpers.callbacks import StopsAt
+from tests.helpers.needs import late
 from tests.helpers.scripts import ROOT, TRANSFORMERS, run_forked, run_program
 from trainkit import Alternating
 from trainkit.callbacks import Checkpoint
 
+causal_lm = late("causal_lm")
 EXAMPLES = ROOT / "examples"
 
 # What each prints in the end, and only process 0 does.
@@ -64,7 +64,9 @@ def test_two_processes_have_the_losses_of_one() -> None:
     assert float(last.split()[5]) < 1e-5
 
 
-@pytest.mark.parametrize("read", [partial(read_records, column="text"), read_parts])
+@pytest.mark.parametrize(
+    "read", [lambda path: causal_lm.read_records(path, column="text"), read_parts]
+)
 def test_missing_data_are_named_with_the_command_that_fetches_them(
     read: Callable[[Path], object], tmp_path: Path
 ) -> None:
@@ -81,18 +83,18 @@ def test_texts_are_read_from_lines_and_from_both_kinds_of_json(tmp_path: Path) -
     }
     for name, text in contents.items():
         (tmp_path / name).write_text(text, encoding="utf-8")
-        assert read_records(tmp_path / name, "body") == ["one", "two"]
+        assert causal_lm.read_records(tmp_path / name, "body") == ["one", "two"]
     with pytest.raises(SystemExit, match="has no 'text'"):
-        read_records(tmp_path / "list.json", "text")
+        causal_lm.read_records(tmp_path / "list.json", "text")
 
 
 def test_blocks_are_consecutive_and_whole() -> None:
-    blocks = Blocks(torch.arange(10), 4)
+    blocks = causal_lm.Blocks(torch.arange(10), 4)
     assert len(blocks) == 2
     batch = blocks.__getitems__([1, 0])
     assert batch["input_ids"].tolist() == [[4, 5, 6, 7], [0, 1, 2, 3]]
     with pytest.raises(SystemExit, match="less than one block of 11"):
-        Blocks(torch.arange(10), 11)
+        causal_lm.Blocks(torch.arange(10), 11)
 
 
 @pytest.mark.parametrize("packed", [False, True])

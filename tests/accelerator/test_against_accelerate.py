@@ -12,10 +12,11 @@ import pytest
 
 import tests.accelerator.further_behaviours
 from tests.accelerator.behaviours import BEHAVIOURS, SIDES, run_all
+from tests.helpers.needs import late
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiers import with_few
 
-pytest.importorskip("accelerate.utils")
+theirs = late("accelerate.utils")
 assert tests.accelerator.further_behaviours.__doc__  # which adds its rows to `BEHAVIOURS`
 
 Results = dict[str, list[Any]]  # by the name of a behaviour, what each process returned

@@ -11,14 +11,14 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
+from tests.helpers.needs import late
 from tests.helpers.ranks import in_turn, run_ranks
+from tests.strategies.test_context_parallel import BATCH, Sequences, llama
 from trainkit import Accelerator, ConfigError, FullyShardedDataParallelPlugin
 from trainkit.accelerator.parallelism import ParallelismConfig, TorchContextParallelConfig
 from trainkit.strategies import DDP
 
-pytest.importorskip("transformers")
-
-from tests.strategies.test_context_parallel import BATCH, Sequences, llama
+transformers = late("transformers")
 
 
 class Attending(nn.Module):

@@ -1,6 +1,5 @@
 """Loaders, samplers and data sets of `accelerate.data_loader`, beside Accelerate's own."""
 
-import importlib
 import pickle
 import warnings
 from collections.abc import Iterator
@@ -12,12 +11,13 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, TensorDataset
 
 import trainkit.accelerate_compat as accelerate
+from tests.helpers.needs import late
 from tests.helpers.ranks import run_ranks
 from trainkit import Accelerator, DataLoaderConfiguration, skip_first_batches
 from trainkit.errors import ConfigError
 
 OURS = accelerate.data_loader
-THEIRS: Any = importlib.import_module("accelerate.data_loader")
+THEIRS: Any = late("accelerate.data_loader")
 
 
 _NUMBERS: Any = list(range(8))

@@ -1,7 +1,6 @@
 """The hooks of `accelerate.hooks`, beside Accelerate's own."""
 
 import copy
-import importlib
 import inspect
 from typing import Any
 
@@ -11,8 +10,10 @@ from torch import nn
 from torch.fx import symbolic_trace
 
 import trainkit.accelerate_compat as accelerate
+from tests.helpers.needs import late
 
-BOTH: list[Any] = [accelerate.hooks, importlib.import_module("accelerate.hooks")]
+THEIRS = late("accelerate.hooks")
+BOTH: list[Any] = [accelerate.hooks, THEIRS]
 both = pytest.mark.parametrize("hooks", BOTH, ids=["trainkit", "accelerate"])
 
 

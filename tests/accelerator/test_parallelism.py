@@ -1,6 +1,5 @@
 """Sizes of groups of processes, beside Accelerate's own."""
 
-import importlib
 from dataclasses import fields
 from typing import Any
 
@@ -9,13 +8,13 @@ import torch
 from torch import nn
 
 import trainkit.accelerate_compat as accelerate
-from tests.helpers.needs import needs_transformers
+from tests.helpers.needs import late, needs_transformers
 from tests.helpers.ranks import run_ranks
 from trainkit import Accelerator, ConfigError, FullyShardedDataParallelPlugin
 from trainkit.accelerator.parallelism import ParallelismConfig
 from trainkit.strategies import DDP, FSDP
 
-THEIRS: Any = importlib.import_module("accelerate.parallelism_config").ParallelismConfig
+THEIRS: Any = late("accelerate.parallelism_config")
 WAYS: list[dict[str, Any]] = [
     {"dp_shard_size": 4},
     {"dp_replicate_size": 4},
@@ -40,7 +39,7 @@ FACTS = [
 )
 def test_the_facts_are_theirs(sizes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PARALLELISM_CONFIG_DP_SHARD_SIZE", "2")
-    ours, theirs = ParallelismConfig(**sizes), THEIRS(**sizes)
+    ours, theirs = ParallelismConfig(**sizes), THEIRS.ParallelismConfig(**sizes)
     assert accelerate.ParallelismConfig is ParallelismConfig
     assert [field.name for field in fields(ours)] == [field.name for field in fields(theirs)]
     assert {name: getattr(ours, name) for name in FACTS} == {
@@ -50,7 +49,7 @@ def test_the_facts_are_theirs(sizes: Any, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("sizes", [{"dp_shard_size": 0}, {"cp_backend": "x"}, {"sp_backend": "x"}])
 def test_what_cannot_be_is_refused_as_there(sizes: Any) -> None:
-    for kind in (ParallelismConfig, THEIRS):
+    for kind in (ParallelismConfig, THEIRS.ParallelismConfig):
         with pytest.raises(ValueError, match=next(iter(sizes))):
             kind(**sizes)
     with pytest.raises(ConfigError, match="device"):
@@ -127,7 +126,10 @@ def _each_way(rank: int) -> list[Any]:
         got = _trained(rank, parallelism_config=config)
         want = _trained(rank, **same)
         assert got[2].parallelism_config is got[2].state.parallelism_config is config
-        meshes = [_mesh(got[2].torch_device_mesh), _mesh(THEIRS(**sizes).build_device_mesh("cpu"))]
+        meshes = [
+            _mesh(got[2].torch_device_mesh),
+            _mesh(THEIRS.ParallelismConfig(**sizes).build_device_mesh("cpu")),
+        ]
         said.append((got[:2], want[:2], meshes))
     plugin = FullyShardedDataParallelPlugin(reshard_after_forward=False)
     both = _trained(rank, fsdp_plugin=plugin, parallelism_config=ParallelismConfig(dp_shard_size=4))

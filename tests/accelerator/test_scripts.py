@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from tests.accelerator.behaviours import SIDES, forget, start_apart
+from tests.helpers.needs import late
 from tests.helpers.ranks import run_ranks
 
-pytest.importorskip("accelerate.utils")
+theirs = late("accelerate.utils")
 pytest.importorskip("trainkit.accelerate_compat")
 SCRIPTS = Path(__file__).resolve().parent.parent / "accelerate_scripts"
 NAMES = sorted(path.stem for path in SCRIPTS.glob("[a-z]*.py"))

@@ -16,11 +16,12 @@ from safetensors.torch import load_file
 from torch import nn
 
 import trainkit.accelerate_compat as accelerate
+from tests.helpers.needs import late
 from trainkit import Accelerator
 from trainkit.errors import ConfigError
 
 OURS = accelerate.utils
-THEIRS: Any = importlib.import_module("accelerate.utils")
+THEIRS: Any = late("accelerate.utils")
 BOTH = [OURS, THEIRS]
 Pair = namedtuple("Pair", "a b")
 

@@ -10,9 +10,11 @@ import pytest
 import torch
 
 import trainkit.accelerate_compat as accelerate
+from tests.helpers.needs import late
 
 OURS: Any = accelerate.test_utils
-BOTH: list[Any] = [OURS, importlib.import_module("accelerate.test_utils")]
+THEIRS = late("accelerate.test_utils")
+BOTH: list[Any] = [OURS, THEIRS]
 # Version 2 of datasets leaves the files open that it has read.
 leaves_files_open = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 both = pytest.mark.parametrize("lib", BOTH, ids=["trainkit", "accelerate"])

@@ -8,12 +8,12 @@ import pytest
 import yaml
 
 import trainkit.accelerate_compat as ours
+from tests.helpers.needs import late
 from tests.helpers.ranks import run_ranks
 from trainkit.accelerator import tracking
 from trainkit.errors import ConfigError
 
-pytest.importorskip("accelerate.tracking")
-theirs = pytest.importorskip("accelerate")
+theirs = late("accelerate")
 
 
 @pytest.fixture(autouse=True)

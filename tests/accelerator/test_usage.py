@@ -24,10 +24,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from tests.accelerator.behaviours import forget
 from tests.accelerator.test_differences import DIFFERENCES
 from tests.accelerator.test_test_utils import write_samples
+from tests.helpers.needs import late
 from trainkit.accelerator.state import AcceleratorState
 from trainkit.errors import ConfigError
 
-pytest.importorskip("accelerate.utils")
+theirs = late("accelerate.utils")
 
 SIDES = {"accelerate": "accelerate", "trainkit": "trainkit.accelerate_compat"}
 

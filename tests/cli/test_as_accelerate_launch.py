@@ -15,6 +15,7 @@ import torch
 import yaml
 
 from tests.cli.test_config_file import ACCELERATE, FSDP
+from tests.helpers.needs import late
 from tests.helpers.scripts import TRANSFORMERS
 from tests.helpers.warm import warm
 from trainkit.cli.main import main
@@ -22,8 +23,7 @@ from trainkit.errors import ConfigError
 from trainkit.launch import plan
 from trainkit.launch.resolving import Resolved, add_options, resolve
 
-theirs = pytest.importorskip("accelerate.commands.launch")
-utils = pytest.importorskip("accelerate.utils.launch")
+theirs, utils = late("accelerate.commands.launch"), late("accelerate.utils.launch")
 
 DYNAMO = f"""{ACCELERATE}
 dynamo_config:

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from datasets import Dataset, interleave_datasets
 from torch import Tensor
 from torch.utils.data import IterableDataset, default_collate
 
@@ -192,11 +191,15 @@ class Wrapping(IterableDataset[Sample]):
 
 def huggingface(length: int = 22) -> Any:
     """Return the numbers from 0 on as an iterable data set of `datasets`, in two shards."""
+    from datasets import Dataset
+
     return Dataset.from_dict({"x": [*range(length)]}).to_iterable_dataset(num_shards=2)
 
 
 def interleaved() -> Any:
     """Return two of Hugging Face in turns, drawn anew in each epoch."""
+    from datasets import interleave_datasets
+
     parts = [huggingface(), huggingface()]
     return interleave_datasets(parts, probabilities=[0.5, 0.5], seed=1)
 

@@ -8,17 +8,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torchmetrics
 from torch import Tensor, nn
 from torch.optim import SGD
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.helpers.needs import late
 from tests.helpers.ranks import in_turn, run_ranks
 from tests.helpers.toys import fit
 from trainkit import Callback, ConfigError, DataError, Run, Trainer
 from trainkit.basics import rng
 from trainkit.callbacks import Evaluation
 from trainkit.data import presharded
+
+torchmetrics = late("torchmetrics")
 
 CLASSES = 3
 

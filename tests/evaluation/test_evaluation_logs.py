@@ -10,17 +10,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torchmetrics
 from torch import Tensor, nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.helpers.needs import late
 from tests.helpers.ranks import run_ranks
 from tests.helpers.toys import fit, toy_loaders, toy_model
 from trainkit import Callback, ConfigError, DataError, LRSchedule, Run, Trainer
 from trainkit.callbacks import Checkpoint, EarlyStopping, Evaluation, JSONLLogger
 from trainkit.types import Scalars, StepResult
+
+torchmetrics = late("torchmetrics")
 
 
 class Logs(Trainer):

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-import torchmetrics
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import SGD
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.helpers.needs import late
 from tests.helpers.ranks import run_ranks
 from trainkit import ConfigError, DataError, Trainer
 from trainkit.callbacks import Evaluation
@@ -18,6 +18,8 @@ from trainkit.distributed import gather_samples
 from trainkit.metrics import FunctionMetric, Metric, scores
 from trainkit.metrics.model_outputs import Reading
 from trainkit.training import evaluation
+
+torchmetrics = late("torchmetrics")
 
 torch.manual_seed(0)
 OUTPUTS = torch.randn(6, 3)

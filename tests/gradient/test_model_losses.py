@@ -14,15 +14,13 @@ from torch.optim import SGD
 from torch.utils.data import DataLoader
 
 from tests.gradient.test_training_mode import Merging
-from tests.helpers.needs import HAS_TRANSFORMERS, needs_transformers
+from tests.helpers.needs import HAS_TRANSFORMERS, late, needs_transformers
 from tests.helpers.ranks import run_ranks
 from trainkit import Trainer
 
 if HAS_TRANSFORMERS:
-    import transformers
-
-    from benchmarks.model_losses.__main__ import PAGE
-    from benchmarks.model_losses.measure import Found, measure
+    transformers, losses = late("transformers"), late("benchmarks.model_losses.measure")
+    losses_page = late("benchmarks.model_losses.__main__")
 
 EXACT = (
     "BartForConditionalGeneration",
@@ -37,11 +35,11 @@ EXACT = (
 )
 
 
-def found(name: str, **changes: Any) -> "Found":
+def found(name: str, **changes: Any) -> Any:
     if not hasattr(transformers, name):
         pytest.skip(f"transformers {transformers.__version__} has no {name}")
-    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    return measure(getattr(transformers, name), **changes)
+    transformers.logging.set_verbosity_error()
+    return losses.measure(getattr(transformers, name), **changes)
 
 
 @needs_transformers
@@ -59,7 +57,7 @@ def test_a_loss_of_several_means_is_told_once() -> None:
     assert "the loss of `BertForPreTraining` is not one mean" in seen.said
     assert "`seq_relationship_logits`" in seen.said
     assert seen.said.count("trainkit:") == 1
-    assert "BertForPreTraining" in PAGE.read_text("utf-8")
+    assert "BertForPreTraining" in losses_page.PAGE.read_text("utf-8")
 
 
 @needs_transformers
@@ -170,6 +168,6 @@ def test_an_evaluation_of_answers_outside_of_the_text_is_finite() -> None:
 
 @needs_transformers
 def test_the_page_has_the_table() -> None:
-    text = Path(PAGE).read_text("utf-8")
+    text = Path(losses_page.PAGE).read_text("utf-8")
     assert re.search(r"transformers [\d.]+ has \d+ classes", text)
     assert "**Said before the first step:**" in text

@@ -11,9 +11,9 @@ from torch.ao.quantization import PerChannelMinMaxObserver
 from torch.optim import SGD
 from torch.optim.lr_scheduler import ExponentialLR, StepLR
 from torch.utils.data import DataLoader
-from torchmetrics import CatMetric
 
 from tests.helpers.callbacks import StopsAt
+from tests.helpers.needs import late
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiers import with_few
 from tests.helpers.toys import FEATURES, toy_dataset
@@ -22,6 +22,8 @@ from trainkit.callbacks import EMA, Checkpoint
 from trainkit.cli.main import main
 from trainkit.export import load_checkpoint_in_model
 from trainkit.strategies import FSDP
+
+torchmetrics = late("torchmetrics")
 
 
 class Extra(nn.Module):
@@ -63,7 +65,7 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.extra = nn.ModuleList([Extra(kind) for kind in KINDS])
-        self.seen = CatMetric()
+        self.seen = torchmetrics.CatMetric()
         self.seen.persistent(True)
         self.linear = nn.Linear(FEATURES, 2)
 

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from tests.helpers.needs import late
 from trainkit.training.default_steps import training_step
 
-transformers = pytest.importorskip("transformers")
+transformers = late("transformers")
 
 WORDS = 32
 SMALL: dict[str, Any] = {

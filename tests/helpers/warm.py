@@ -32,7 +32,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from types import ModuleType
 from typing import Any
 
@@ -51,10 +51,12 @@ _READ_ONCE = (
 _MAY_DIFFER = (
     *("PYTHONPATH", "PYTHONUNBUFFERED"),
     *("LC_CTYPE", "TORCHELASTIC_", "TORCH_NCCL_", "TORCH_CPP_LOG", "TORCH_DISABLE_SHARE_"),
+    "TORCHINDUCTOR_CACHE_DIR",  # which an import sets where it is not there
 )
 _CLONE = {"x86_64": 56, "aarch64": 220}.get(platform.machine(), 0)  # numbers of a system call
 _CLONE_PARENT, _SET_TID, _CLEAR_TID = 0x8000, 0x01000000, 0x00200000
 _TID = {"x86_64": 720, "aarch64": 208}.get(platform.machine(), 0)  # in glibc's `struct pthread`
+_LENDS = -1  # in place of levels
 _LIBC = ctypes.PyDLL(None)
 _COLLAPSE, _LARGE = 25, 1 << 21  # what `madvise` is told, and the bytes of a large page
 _EXECUTE: Any = subprocess.Popen._execute_child  # type: ignore[attr-defined]
@@ -172,20 +174,45 @@ _servers: dict[tuple[int, tuple[str, ...]], _Server] = {}  # by who has it, and 
 
 
 @contextmanager
-def warm(*, inside: int = 0, imports: tuple[str, ...] = ()) -> Iterator[None]:
+def warm(*, inside: int = 0, imports: tuple[str, ...] = (), lends: bool = False) -> Iterator[None]:
     """Let programs of Python begin with torch imported, and those that they start.
 
     Args:
         inside: How many levels of the latter: 1 for the workers of a launcher.
         imports: Modules to begin with besides.
+        lends: Let programs have what is cloned for `with warm()` of their own.
     """
     if not _CLONE or sys.platform != "linux":
         yield
         return
-    key = os.getpid(), imports
-    if key not in _servers:
-        ours, theirs = socket.socketpair()
-        environment = {**(_kept or os.environ), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    _take_what_is_lent()
+    server = _servers.get((os.getpid(), imports)) or _begin(imports)
+    with _starting(server, _LENDS if lends else inside):
+        yield
+
+
+@contextmanager
+def _starting(server: _Server, inside: int) -> Iterator[None]:
+    kind: Any = subprocess.Popen
+    before, kind._execute_child = kind._execute_child, _started_by(server, inside)
+    try:
+        yield
+    finally:
+        kind._execute_child = before
+
+
+def _take_what_is_lent() -> None:
+    lent, sys.lent_by_warm = getattr(sys, "lent_by_warm", None), None  # type: ignore[attr-defined]
+    if lent is not None:
+        _servers[os.getpid(), ()] = _Server(*lent)
+
+
+def _begin(imports: tuple[str, ...]) -> _Server:
+    """Begin the process that is cloned: where there is one with fewer imports, as its clone."""
+    ours, theirs = socket.socketpair()
+    environment = {**(_kept or os.environ), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    lesser = _servers.get((os.getpid(), ()))
+    with nullcontext() if lesser is None else _starting(lesser, 0):
         process = subprocess.Popen(
             [sys.executable, __file__, str(theirs.fileno()), *imports],
             stdin=subprocess.DEVNULL,
@@ -193,15 +220,10 @@ def warm(*, inside: int = 0, imports: tuple[str, ...] = ()) -> Iterator[None]:
             # A thread of numpy's would be waited for by forks of clones, which have none.
             env={**environment, "OPENBLAS_NUM_THREADS": "1"},
         )
-        process.returncode = 0  # ends with this process
-        theirs.close()
-        _servers[key] = _Server(ours, environment, process.pid)
-    kind: Any = subprocess.Popen
-    before, kind._execute_child = kind._execute_child, _started_by(_servers[key], inside)
-    try:
-        yield
-    finally:
-        kind._execute_child = before
+    process.returncode = 0  # ends with this process
+    theirs.close()
+    server = _servers[os.getpid(), imports] = _Server(ours, environment, process.pid)
+    return server
 
 
 def keep_environment() -> None:
@@ -302,9 +324,9 @@ def _become(order: dict[str, Any], before: str) -> None:
     words, first = order["words"], order["first"]
     _open_streams(unbuffered=first == 2 or bool(os.environ.get("PYTHONUNBUFFERED")))
     sys.argv, sys.orig_argv[:] = words[first:], words
-    old = {*before.split(os.pathsep), os.path.dirname(__file__)}
+    old = {*before.split(os.pathsep)}
     own = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-    sys.path[:] = own + [path for path in sys.path if path not in old]
+    sys.path[:] = own + [path for path in sys.path[1:] if path not in old]
     importlib.invalidate_caches()
     sys.modules["numpy"].random.seed()
     if "sitecustomize" in sys.modules:
@@ -365,8 +387,11 @@ def _be_program(order: dict[str, Any], before: str) -> None:
             os.setsid()
             return _be_program(_serve(theirs), before)
         theirs.close()
-        kind: Any = subprocess.Popen
-        kind._execute_child = _started_by(_Server(ours, environment), order["inside"] - 1)
+        if order["inside"] == _LENDS:
+            sys.lent_by_warm = ours, environment  # type: ignore[attr-defined]
+        else:
+            kind: Any = subprocess.Popen
+            kind._execute_child = _started_by(_Server(ours, environment), order["inside"] - 1)
     _become(order, before)
     code = 1
     try:
@@ -399,6 +424,7 @@ def _be_program(order: dict[str, Any], before: str) -> None:
 
 if __name__ == "__main__":
     _before = os.environ.get("PYTHONPATH", "")
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     for _name in (*_IMPORTS, *sys.argv[2:]):
         with suppress(ImportError):
             importlib.import_module(_name)

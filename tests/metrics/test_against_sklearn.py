@@ -9,10 +9,11 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
+from tests.helpers.needs import late
 from trainkit.errors import ConfigError, DataError
 from trainkit.metrics import F1, MAE, MSE, Accuracy, Precision, Recall
 
-sklearn_metrics = pytest.importorskip("sklearn.metrics")
+sklearn_metrics = late("sklearn.metrics")
 
 SCORES = {
     "f1": (F1, "f1_score"),

@@ -4,22 +4,23 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
+from importlib import import_module
 from typing import Any
 
 import pytest
 import torch
-import torchmetrics
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
-from torchmetrics import classification, clustering, regression, retrieval, segmentation, text
 
+from tests.helpers.needs import late
 from tests.helpers.ranks import run_ranks
 from trainkit import ConfigError, DataError, Trainer
 from trainkit.metrics import FunctionMetric, TorchMetric, as_metric, scores
 from trainkit.metrics.metric import flatten
 
-sklearn = pytest.importorskip("sklearn.metrics")
+torchmetrics, sklearn = late("torchmetrics"), late("sklearn.metrics")
+segmentation = late("torchmetrics.segmentation")
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the libraries, by hand too
 
@@ -71,7 +72,10 @@ Made = tuple[Any, Callable[[Task], Any]]
 """A metric for an evaluation, and what it gives by hand."""
 
 
-def torch_metric(cls: Callable[..., Any], uses: str = "outputs", **options: Any) -> Made:
+def torch_metric(name: str, uses: str = "outputs", **options: Any) -> Made:
+    place, _, last = f"torchmetrics.{name}".rpartition(".")
+    cls: Callable[..., Any] = getattr(import_module(place), last)
+
     def by_hand(task: Task) -> Any:
         metric = cls(**options)
         whole = type(metric).__module__.startswith("torchmetrics.classification")
@@ -108,15 +112,15 @@ INDEX: Any = {"num_classes": CLASSES, "input_format": "index"}
 
 CASES: dict[str, Callable[[], Made]] = {
     # A score for one class.
-    "binary AUROC": partial(torch_metric, torchmetrics.AUROC, task="binary"),
-    "binary binned AUROC": partial(torch_metric, classification.BinaryAUROC, thresholds=20),
-    "binary average precision": partial(torch_metric, classification.BinaryAveragePrecision),
-    "binary accuracy": partial(torch_metric, classification.BinaryAccuracy),
-    "binary F1": partial(torch_metric, classification.BinaryF1Score),
-    "binary specificity": partial(torch_metric, classification.BinarySpecificity),
-    "binary calibration": partial(torch_metric, classification.BinaryCalibrationError, n_bins=5),
-    "binary Matthews": partial(torch_metric, classification.BinaryMatthewsCorrCoef),
-    "binary hinge": partial(torch_metric, classification.BinaryHingeLoss),
+    "binary AUROC": partial(torch_metric, "AUROC", task="binary"),
+    "binary binned AUROC": partial(torch_metric, "classification.BinaryAUROC", thresholds=20),
+    "binary average precision": partial(torch_metric, "classification.BinaryAveragePrecision"),
+    "binary accuracy": partial(torch_metric, "classification.BinaryAccuracy"),
+    "binary F1": partial(torch_metric, "classification.BinaryF1Score"),
+    "binary specificity": partial(torch_metric, "classification.BinarySpecificity"),
+    "binary calibration": partial(torch_metric, "classification.BinaryCalibrationError", n_bins=5),
+    "binary Matthews": partial(torch_metric, "classification.BinaryMatthewsCorrCoef"),
+    "binary hinge": partial(torch_metric, "classification.BinaryHingeLoss"),
     "binary roc_auc_score": partial(sklearn_metric, "roc_auc_score", "outputs"),
     "binary average_precision_score": partial(sklearn_metric, "average_precision_score", "outputs"),
     "binary f1_score": partial(sklearn_metric, "f1_score"),
@@ -125,25 +129,25 @@ CASES: dict[str, Callable[[], Made]] = {
     "binary ours": partial(our_metric, "accuracy", "accuracy_score"),
     "binary our recall": partial(our_metric, "recall", "recall_score"),
     # Scores of classes.
-    "multiclass accuracy": partial(torch_metric, classification.MulticlassAccuracy, **MULTICLASS),
+    "multiclass accuracy": partial(torch_metric, "classification.MulticlassAccuracy", **MULTICLASS),
     "multiclass top 2": partial(
-        torch_metric, classification.MulticlassAccuracy, top_k=2, average="micro", **MULTICLASS
+        torch_metric, "classification.MulticlassAccuracy", top_k=2, average="micro", **MULTICLASS
     ),
-    "multiclass F1": partial(torch_metric, classification.MulticlassF1Score, **MULTICLASS),
-    "multiclass AUROC": partial(torch_metric, classification.MulticlassAUROC, **MULTICLASS),
+    "multiclass F1": partial(torch_metric, "classification.MulticlassF1Score", **MULTICLASS),
+    "multiclass AUROC": partial(torch_metric, "classification.MulticlassAUROC", **MULTICLASS),
     "multiclass average precision": partial(
-        torch_metric, classification.MulticlassAveragePrecision, **MULTICLASS
+        torch_metric, "classification.MulticlassAveragePrecision", **MULTICLASS
     ),
     "multiclass calibration": partial(
-        torch_metric, classification.MulticlassCalibrationError, n_bins=5, **MULTICLASS
+        torch_metric, "classification.MulticlassCalibrationError", n_bins=5, **MULTICLASS
     ),
-    "multiclass kappa": partial(torch_metric, classification.MulticlassCohenKappa, **MULTICLASS),
+    "multiclass kappa": partial(torch_metric, "classification.MulticlassCohenKappa", **MULTICLASS),
     "multiclass confusions": partial(
-        torch_metric, classification.MulticlassConfusionMatrix, **MULTICLASS
+        torch_metric, "classification.MulticlassConfusionMatrix", **MULTICLASS
     ),
-    "multiclass hinge": partial(torch_metric, classification.MulticlassHingeLoss, **MULTICLASS),
-    "multiclass clusters": partial(torch_metric, clustering.MutualInfoScore, "classes"),
-    "multiclass rand": partial(torch_metric, clustering.AdjustedRandScore, "classes"),
+    "multiclass hinge": partial(torch_metric, "classification.MulticlassHingeLoss", **MULTICLASS),
+    "multiclass clusters": partial(torch_metric, "clustering.MutualInfoScore", "classes"),
+    "multiclass rand": partial(torch_metric, "clustering.AdjustedRandScore", "classes"),
     "multiclass balanced_accuracy_score": partial(sklearn_metric, "balanced_accuracy_score"),
     "multiclass f1_score": partial(sklearn_metric, "f1_score", average="macro"),
     "multiclass top_k_accuracy_score": partial(sklearn_metric, "top_k_accuracy_score", "outputs"),
@@ -161,43 +165,45 @@ CASES: dict[str, Callable[[], Made]] = {
         lambda task: task.probabilities[:, 0].mean(),
     ),
     # A score for each of several labels.
-    "multilabel AUROC": partial(torch_metric, classification.MultilabelAUROC, **MULTILABEL),
+    "multilabel AUROC": partial(torch_metric, "classification.MultilabelAUROC", **MULTILABEL),
     "multilabel average precision": partial(
-        torch_metric, classification.MultilabelAveragePrecision, **MULTILABEL
+        torch_metric, "classification.MultilabelAveragePrecision", **MULTILABEL
     ),
-    "multilabel F1": partial(torch_metric, classification.MultilabelF1Score, **MULTILABEL),
-    "multilabel exact": partial(torch_metric, classification.MultilabelExactMatch, **MULTILABEL),
-    "multilabel ranking": partial(torch_metric, classification.MultilabelRankingLoss, **MULTILABEL),
+    "multilabel F1": partial(torch_metric, "classification.MultilabelF1Score", **MULTILABEL),
+    "multilabel exact": partial(torch_metric, "classification.MultilabelExactMatch", **MULTILABEL),
+    "multilabel ranking": partial(
+        torch_metric, "classification.MultilabelRankingLoss", **MULTILABEL
+    ),
     "multilabel f1_score": partial(sklearn_metric, "f1_score", average="macro"),
     "multilabel hamming_loss": partial(sklearn_metric, "hamming_loss"),
     "multilabel coverage_error": partial(sklearn_metric, "coverage_error", "outputs"),
     # Values.
-    "regression error": partial(torch_metric, regression.MeanSquaredError),
-    "regression R2": partial(torch_metric, regression.R2Score),
-    "regression Pearson": partial(torch_metric, regression.PearsonCorrCoef),
-    "regression Spearman": partial(torch_metric, regression.SpearmanCorrCoef),
-    "regression concordance": partial(torch_metric, regression.ConcordanceCorrCoef),
+    "regression error": partial(torch_metric, "regression.MeanSquaredError"),
+    "regression R2": partial(torch_metric, "regression.R2Score"),
+    "regression Pearson": partial(torch_metric, "regression.PearsonCorrCoef"),
+    "regression Spearman": partial(torch_metric, "regression.SpearmanCorrCoef"),
+    "regression concordance": partial(torch_metric, "regression.ConcordanceCorrCoef"),
     "regression r2_score": partial(sklearn_metric, "r2_score"),
     "regression median_absolute_error": partial(sklearn_metric, "median_absolute_error"),
     "regression ours": partial(our_metric, "mae", "mean_absolute_error"),
     # Scores of classes at each place.
     "segmentation Jaccard": partial(
-        torch_metric, classification.MulticlassJaccardIndex, **MULTICLASS
+        torch_metric, "classification.MulticlassJaccardIndex", **MULTICLASS
     ),
-    "segmentation F1": partial(torch_metric, classification.MulticlassF1Score, **MULTICLASS),
-    "segmentation IoU": partial(torch_metric, segmentation.MeanIoU, "classes", **INDEX),
+    "segmentation F1": partial(torch_metric, "classification.MulticlassF1Score", **MULTICLASS),
+    "segmentation IoU": partial(torch_metric, "segmentation.MeanIoU", "classes", **INDEX),
     "segmentation IoU of scores": partial(
-        torch_metric, segmentation.MeanIoU, num_classes=CLASSES, input_format="mixed"
+        torch_metric, "segmentation.MeanIoU", num_classes=CLASSES, input_format="mixed"
     ),
     "segmentation Dice": partial(
-        torch_metric, segmentation.GeneralizedDiceScore, "classes", **INDEX
+        torch_metric, "segmentation.GeneralizedDiceScore", "classes", **INDEX
     ),
     "segmentation function": lambda: (
         token_accuracy,
         lambda task: (task.classes == task.targets).double().mean(),
     ),
     # Scores of the next token, last.
-    "language perplexity": partial(torch_metric, text.Perplexity),
+    "language perplexity": partial(torch_metric, "text.Perplexity"),
     "language function": lambda: (
         token_accuracy,
         lambda task: (task.classes == task.targets).double().mean(),
@@ -252,9 +258,9 @@ def test_figures_are_those_by_hand(size: int) -> None:
 
 
 OTHER_INPUTS: tuple[Callable[[], Any], ...] = (
-    retrieval.RetrievalMAP,
-    partial(classification.BinaryFairness, num_groups=2),
-    torchmetrics.SumMetric,
+    lambda: torchmetrics.retrieval.RetrievalMAP(),
+    lambda: torchmetrics.classification.BinaryFairness(num_groups=2),
+    lambda: torchmetrics.SumMetric(),
 )
 
 
@@ -274,14 +280,16 @@ def test_scores_of_both_classes_where_sklearn_wants_one_are_refused(name: str) -
 
 
 def test_collections_of_several_kinds_of_input_are_refused() -> None:
-    mixed = [classification.MulticlassAUROC(CLASSES), segmentation.MeanIoU(**INDEX)]
+    tm = torchmetrics
+    mixed = [tm.classification.MulticlassAUROC(CLASSES), segmentation.MeanIoU(**INDEX)]
     with pytest.raises(ConfigError, match="one kind of input"):
-        as_metric(torchmetrics.MetricCollection(mixed))
+        as_metric(tm.MetricCollection(mixed))
 
 
 def test_inputs_that_a_metric_cannot_take_are_named() -> None:
     data = task("multiclass")
     loader = DataLoader(TensorDataset(data.outputs, data.targets), batch_size=BATCH_SIZE)
-    for metric in (torchmetrics.AUROC(task="binary"), classification.BinaryAccuracy()):
+    binary = torchmetrics.classification.BinaryAccuracy
+    for metric in (torchmetrics.AUROC(task="binary"), binary()):
         with pytest.raises(DataError, match=r"outputs of shape \[32, 4\].*`evaluation_step`"):
             Trainer(max_steps=1, callbacks=[]).evaluate(nn.Identity(), loader, metrics=[metric])

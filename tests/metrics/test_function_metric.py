@@ -6,10 +6,12 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from sklearn import metrics as sklearn_metrics
 
+from tests.helpers.needs import late
 from trainkit.errors import ConfigError, DataError
 from trainkit.metrics import FunctionMetric, as_metric, scores
+
+sklearn_metrics = late("sklearn.metrics")
 
 
 class Recorder:

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
-from torchmetrics import Accuracy, MetricCollection, classification as tm
 
-from tests.helpers.needs import needs_transformers
+from tests.helpers.needs import late, needs_transformers
 from tests.helpers.ranks import run_ranks
 from trainkit import DataError, Trainer
+
+torchmetrics, tm = late("torchmetrics"), late("torchmetrics.classification")
 
 SAMPLES = 21
 BOTH: Any = {"num_classes": 3}
@@ -36,13 +37,24 @@ def evaluated(
     )
 
 
-BINARY = (tm.BinaryAccuracy, partial(tm.BinaryCalibrationError, n_bins=5), tm.BinaryAUROC)
-SEVERAL = (
-    partial(tm.MulticlassCalibrationError, n_bins=5, **BOTH),
-    partial(tm.MulticlassHingeLoss, **BOTH),
-    partial(tm.MulticlassAUROC, **BOTH),
+def made(name: str, **options: Any) -> Any:
+    return getattr(tm, name)(**options)
+
+
+BINARY = (
+    partial(made, "BinaryAccuracy"),
+    partial(made, "BinaryCalibrationError", n_bins=5),
+    partial(made, "BinaryAUROC"),
 )
-LABELS = (partial(tm.MultilabelAccuracy, num_labels=3), partial(tm.MultilabelAUROC, num_labels=3))
+SEVERAL = (
+    partial(made, "MulticlassCalibrationError", n_bins=5, **BOTH),
+    partial(made, "MulticlassHingeLoss", **BOTH),
+    partial(made, "MulticlassAUROC", **BOTH),
+)
+LABELS = (
+    partial(made, "MultilabelAccuracy", num_labels=3),
+    partial(made, "MultilabelAUROC", num_labels=3),
+)
 CASES: list[Any] = [
     (logits(), whole(2).float(), nn.BCEWithLogitsLoss(), torch.sigmoid, BINARY),
     (
@@ -122,9 +134,11 @@ def words(rank: int) -> list[dict[str, float]]:
         rows: Any = [{"input_ids": i, "labels": y} for i, y in zip(ids, labels, strict=True)]
         loader: Any = DataLoader(rows, batch_size=2)
         trainer = Trainer(max_steps=1, callbacks=[])
-        metrics = MetricCollection(
+        metrics = torchmetrics.MetricCollection(
             {
-                "micro": Accuracy("multiclass", num_classes=3, average="micro", ignore_index=-100),
+                "micro": torchmetrics.Accuracy(
+                    "multiclass", num_classes=3, average="micro", ignore_index=-100
+                ),
                 "auroc": tm.MulticlassAUROC(num_classes=3, ignore_index=-100),
             }
         )
@@ -137,7 +151,9 @@ def words(rank: int) -> list[dict[str, float]]:
         auroc.update(scores[counted].softmax(-1), labels[counted])
         found += [figures | {"right": right, "area": float(auroc.compute())}]
         with pytest.raises(DataError, match="`ignore_index=-100`"):
-            trainer.evaluate(model, loader, metrics=[Accuracy("multiclass", num_classes=3)])
+            trainer.evaluate(
+                model, loader, metrics=[torchmetrics.Accuracy("multiclass", num_classes=3)]
+            )
     return found
 
 

@@ -5,12 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-import torchmetrics
-from torchmetrics.classification import BinaryHammingDistance
 
+from tests.helpers.needs import late
 from tests.helpers.ranks import run_ranks
 from trainkit.errors import DataError
 from trainkit.metrics import F1, Accuracy, TorchMetric, as_metric
+
+torchmetrics = late("torchmetrics")
 
 PREDICTIONS = torch.tensor([0, 2, 1, 1, 0, 2, 2])
 REFERENCES = torch.tensor([0, 1, 1, 1, 2, 2, 0])
@@ -46,7 +47,8 @@ def test_collections_keep_their_keys() -> None:
 
 
 def test_whether_higher_is_better_is_what_the_metric_says() -> None:
-    accuracy, error = torchmetrics.classification.BinaryAccuracy(), BinaryHammingDistance()
+    module = torchmetrics.classification
+    accuracy, error = module.BinaryAccuracy(), module.BinaryHammingDistance()
     assert TorchMetric(accuracy).higher_is_better is True
     assert TorchMetric(error).higher_is_better is False
     assert TorchMetric(torchmetrics.classification.BinaryROC()).higher_is_better is None
@@ -77,6 +79,25 @@ def test_every_process_has_all_samples_and_none_gathers() -> None:
     assert run_ranks(2, _compute_on_one_rank_only) == [None, ({"SumMetric": 3.0}, True)]
 
 
+def _summed() -> Any:
+    from torchmetrics import Metric
+
+    class Summed(Metric):
+        """Holds a metric inside, which must not gather either."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.metric = torchmetrics.SumMetric()
+
+        def update(self, predictions: torch.Tensor, references: torch.Tensor) -> None:
+            self.metric.update(predictions)
+
+        def compute(self) -> Any:
+            return self.metric.compute()
+
+    return Summed()
+
+
 def _compute_on_one_rank_only(rank: int) -> Any:
     torch.distributed.init_process_group(
         "gloo", init_method=os.environ["TRAINKIT_INIT_METHOD"], rank=rank, world_size=2
@@ -84,7 +105,7 @@ def _compute_on_one_rank_only(rank: int) -> Any:
     try:
         result = None
         if rank == 1:  # would wait for the other if it gathered
-            summed = _Summed()
+            summed = _summed()
             inner = summed.metric.distributed_available_fn
             metric = TorchMetric(summed, name="SumMetric")
             metric.update(torch.tensor([1.0, 2.0]), torch.tensor([0.0, 0.0]))
@@ -93,17 +114,3 @@ def _compute_on_one_rank_only(rank: int) -> Any:
         return result
     finally:
         torch.distributed.destroy_process_group()
-
-
-class _Summed(torchmetrics.Metric):
-    """Holds a metric inside, which must not gather either."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.metric = torchmetrics.SumMetric()
-
-    def update(self, predictions: torch.Tensor, references: torch.Tensor) -> None:
-        self.metric.update(predictions)
-
-    def compute(self) -> Any:
-        return self.metric.compute()

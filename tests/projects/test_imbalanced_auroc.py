@@ -5,15 +5,16 @@ from typing import Any
 
 import pytest
 import torch
-from sklearn.metrics import average_precision_score, f1_score, log_loss, roc_auc_score
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
-from torchmetrics import AUROC
 
+from tests.helpers.needs import late
 from tests.helpers.ranks import run_ranks
 from trainkit import Trainer
 from trainkit.callbacks import EarlyStopping, Evaluation
 from trainkit.metrics import FunctionMetric, scores
+
+sklearn, torchmetrics = late("sklearn.metrics"), late("torchmetrics")
 
 
 def events(count: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -36,13 +37,15 @@ class OneScore(nn.Module):
 
 
 def auc_of_two(outputs: Tensor, targets: Tensor) -> float:
-    return float(roc_auc_score(targets, outputs[:, 1] - outputs[:, 0]))
+    return float(sklearn.roc_auc_score(targets, outputs[:, 1] - outputs[:, 0]))
 
 
 def fit(model: nn.Module, metrics: list[Any], loss_fn: nn.Module) -> dict[str, float]:
     dtype = torch.float32 if isinstance(loss_fn, nn.BCEWithLogitsLoss) else torch.int64
     train, held_out = (TensorDataset(x, y.to(dtype)) for x, y in (events(200, 0), events(101, 1)))
-    watched = FunctionMetric(roc_auc_score, name="auc") if dtype.is_floating_point else "accuracy"
+    watched = (
+        FunctionMetric(sklearn.roc_auc_score, name="auc") if dtype.is_floating_point else "accuracy"
+    )
     figure = "eval/auc" if dtype.is_floating_point else "eval/accuracy"
     callbacks = [
         Evaluation([*metrics, watched]),
@@ -62,25 +65,32 @@ def train(rank: int) -> list[tuple[dict[str, float], dict[str, float]]]:
     one, two = OneScore(), nn.Linear(6, 2)
     figures_one = fit(
         one,
-        [AUROC(task="binary"), average_precision_score, f1_score, log_loss],
+        [
+            torchmetrics.AUROC(task="binary"),
+            sklearn.average_precision_score,
+            sklearn.f1_score,
+            sklearn.log_loss,
+        ],
         nn.BCEWithLogitsLoss(),
     )
     figures_two = fit(
-        two, [scores(auc_of_two), AUROC(task="multiclass", num_classes=2)], nn.CrossEntropyLoss()
+        two,
+        [scores(auc_of_two), torchmetrics.AUROC(task="multiclass", num_classes=2)],
+        nn.CrossEntropyLoss(),
     )
     inputs, targets = events(101, 1)
     with torch.no_grad():
         score, both = one.cpu()(inputs), two.cpu()(inputs)
-    auc = roc_auc_score(targets, score)
+    auc = sklearn.roc_auc_score(targets, score)
     return [
         (
             figures_one,
             {
                 "eval/auc": auc,
                 "eval/BinaryAUROC": auc,
-                "eval/average_precision_score": average_precision_score(targets, score),
-                "eval/f1_score": f1_score(targets, score > 0),
-                "eval/log_loss": log_loss(targets, score.sigmoid()),
+                "eval/average_precision_score": sklearn.average_precision_score(targets, score),
+                "eval/f1_score": sklearn.f1_score(targets, score > 0),
+                "eval/log_loss": sklearn.log_loss(targets, score.sigmoid()),
             },
         ),
         (

@@ -5,16 +5,16 @@ from typing import Any
 
 import pytest
 import torch
-from sklearn.metrics import accuracy_score, f1_score, hamming_loss, label_ranking_loss
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
-from torchmetrics import MetricCollection
-from torchmetrics.classification import MultilabelAUROC, MultilabelExactMatch
 
+from tests.helpers.needs import late
 from tests.helpers.ranks import run_ranks
 from trainkit import Trainer
 from trainkit.callbacks import Evaluation
 from trainkit.metrics import load
+
+sklearn, torchmetrics = late("sklearn.metrics"), late("torchmetrics")
 
 LABELS = 3
 
@@ -28,12 +28,19 @@ def samples(count: int, seed: int) -> tuple[Tensor, Tensor]:
 
 def train(rank: int) -> tuple[dict[str, float], dict[str, float]]:
     torch.manual_seed(0)
-    model, macro = nn.Linear(5, LABELS), partial(f1_score, average="macro")
-    collection = MetricCollection(
-        {"auroc": MultilabelAUROC(LABELS), "exact": MultilabelExactMatch(LABELS)}
+    model, macro = nn.Linear(5, LABELS), partial(sklearn.f1_score, average="macro")
+    tm = torchmetrics.classification
+    collection = torchmetrics.MetricCollection(
+        {"auroc": tm.MultilabelAUROC(LABELS), "exact": tm.MultilabelExactMatch(LABELS)}
     )
     named = [load("f1", average="macro", multilabel=True), load("accuracy", multilabel="all")]
-    metrics: list[Any] = [macro, hamming_loss, label_ranking_loss, collection, *named]
+    metrics: list[Any] = [
+        macro,
+        sklearn.hamming_loss,
+        sklearn.label_ranking_loss,
+        collection,
+        *named,
+    ]
     held_out = DataLoader(TensorDataset(*samples(47, seed=1)), batch_size=2)
     trainer = Trainer(max_epochs=3, callbacks=[Evaluation(metrics)], split_batches=True)
     result = trainer.fit(
@@ -52,10 +59,10 @@ def train(rank: int) -> tuple[dict[str, float], dict[str, float]]:
         assert torch.allclose(predicted, outputs.sigmoid())
     expected = {
         "eval/f1": macro(targets, outputs > 0),
-        "eval/accuracy": accuracy_score(targets, outputs > 0),
+        "eval/accuracy": sklearn.accuracy_score(targets, outputs > 0),
         "eval/f1_score": macro(targets, outputs > 0),
-        "eval/hamming_loss": hamming_loss(targets, outputs > 0),
-        "eval/label_ranking_loss": label_ranking_loss(targets, outputs),
+        "eval/hamming_loss": sklearn.hamming_loss(targets, outputs > 0),
+        "eval/label_ranking_loss": sklearn.label_ranking_loss(targets, outputs),
         **{f"eval/{k}": float(v) for k, v in collection(outputs, targets.long()).items()},
     }
     return result.metrics, expected

@@ -13,6 +13,7 @@ from torch.optim import AdamW
 from torch.utils.data import DataLoader
 
 from tests.helpers.callbacks import StopsAt
+from tests.helpers.needs import late
 from tests.helpers.ranks import run_ranks
 from tests.helpers.toys import toy_model
 from tests.strategies.toys import STRATEGIES, Texts, gpt2
@@ -23,7 +24,7 @@ from trainkit.cli.checkpoint_export import export_checkpoint
 from trainkit.export import save_model
 from trainkit.training.callback import Callback
 
-peft = pytest.importorskip("peft")
+peft = late("peft")
 pytestmark = [
     pytest.mark.filterwarnings("ignore:FSDP gains nothing"),
     pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor"),

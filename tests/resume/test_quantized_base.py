@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from tests.helpers.needs import late
 from tests.system.programs import quantized
 from trainkit import Accelerator, CheckpointError, ConfigError, Trainer
 from trainkit.basics.quantized import hold_quantized, made_by
 from trainkit.callbacks import Checkpoint, Evaluation
 from trainkit.checkpoint import CheckpointStore
 
-pytest.importorskip("peft")
-bitsandbytes = pytest.importorskip("bitsandbytes")
+peft, bitsandbytes = late("peft"), late("bitsandbytes")
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::FutureWarning:transformers",

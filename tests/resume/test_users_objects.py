@@ -11,10 +11,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from sklearn.kernel_approximation import RBFSampler
-from sklearn.linear_model import SGDClassifier
-from sklearn.pipeline import Pipeline
-from sklearn.preprocessing import StandardScaler
 from torch import Tensor, nn
 from torch.nn.utils import prune
 from torch.optim import SGD, Adam, Optimizer
@@ -343,6 +339,18 @@ def test_a_stream_that_goes_on_over_passes_comes_back(cut: int, tmp_path: Path) 
     assert train(tmp_path / "b", None, "must") == whole
 
 
+def _features() -> Any:
+    from sklearn.kernel_approximation import RBFSampler
+
+    return RBFSampler(random_state=0).fit([[0.0, 1.0]])
+
+
+def _pipeline() -> Any:
+    from sklearn.pipeline import Pipeline
+
+    return Pipeline([("features", _features())])
+
+
 class Replay(Dataset[Any]):
     """Samples that training adds; and a cache, which it may do without."""
 
@@ -351,7 +359,7 @@ class Replay(Dataset[Any]):
         self.paths = [str(index) for index in range(8)]
         self.constant, self.rows = deque(range(8)), [1, 2]
         self.scores, self.large = [0.0] * 8, [*range(50_000)]
-        self.transform = Pipeline([("features", RBFSampler(random_state=0).fit([[0.0, 1.0]]))])
+        self.transform = _pipeline()
 
     def __len__(self) -> int:
         return 8
@@ -389,6 +397,8 @@ class Scales(Trainer):
     """Fits estimators as it goes, as people do for features and targets of unknown ranges."""
 
     def __init__(self, **settings: Any) -> None:
+        from sklearn.preprocessing import StandardScaler
+
         super().__init__(**settings)
         self.scaler = StandardScaler()
 
@@ -403,6 +413,8 @@ class Scales(Trainer):
 
 @pytest.mark.parametrize("cut", [3, 4])
 def test_what_estimators_have_learnt_comes_back(cut: int, tmp_path: Path) -> None:
+    from sklearn.linear_model import SGDClassifier
+
     def train(folder: Path, stop: int | None, resume: str | None) -> Any:
         global CLASSIFIER
         CLASSIFIER = SGDClassifier(random_state=0)
@@ -423,9 +435,7 @@ class Shifts(Callback):
     """Changes an object of a library which a pipeline of that holds."""
 
     def __init__(self) -> None:
-        features = RBFSampler(random_state=0).fit([[0.0, 1.0]])
-        self.pipeline = Pipeline([("features", features)])
-        self.still = RBFSampler(random_state=0).fit([[0.0, 1.0]])
+        self.pipeline, self.still = _pipeline(), _features()
 
     def on_step_end(self, run: Run, result: StepResult) -> None:
         self.pipeline.steps[0][1].random_offset_[:] += self.still.random_offset_[0]

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
-from tests.helpers.needs import HAS_TRANSFORMERS_5
+from tests.helpers.needs import HAS_TRANSFORMERS_5, late
 from tests.helpers.ranks import RanksError, in_turn, run_ranks
 from tests.strategies.test_model_parallel import Moment, Outcome, difference
 from tests.strategies.toys import Figures, full
@@ -28,7 +28,7 @@ from trainkit.strategies import DDP, FSDP, Strategy
 from trainkit.strategies.context_parallel import ContextParallel, Cut
 from trainkit.types import StepResult
 
-transformers = pytest.importorskip("transformers")
+transformers = late("transformers")
 
 SIZES = {
     "vocab_size": 41,

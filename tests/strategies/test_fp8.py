@@ -17,6 +17,7 @@ from torch.optim import AdamW
 from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
+from tests.helpers.needs import late
 from tests.helpers.ranks import in_turn, run_ranks
 from trainkit import Accelerator, Callback, CheckpointError, ConfigError, Run, Trainer
 from trainkit.accelerator.settings import AORecipeKwargs
@@ -24,7 +25,7 @@ from trainkit.callbacks import Checkpoint
 from trainkit.precision import FP8
 from trainkit.testing import check_precision
 
-pytest.importorskip("torchao", reason="needs the extra `fp8`")
+torchao = late("torchao.float8")
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP gains nothing")
 
 STEPS, ROWS = 20, 4  # rows of a process in each step

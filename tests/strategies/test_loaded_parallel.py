@@ -8,23 +8,24 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from tests.helpers.needs import late
 from tests.helpers.ranks import in_turn, run_ranks
 from tests.strategies.test_model_parallel import BATCH, Moment, Outcome, difference
 from tests.strategies.toys import WORDS, Figures, Texts, full
 from trainkit import Trainer
 from trainkit.callbacks import Checkpoint
 
-transformers = pytest.importorskip("transformers")
-distributed = pytest.importorskip("transformers.distributed")
+transformers, distributed = late("transformers"), late("transformers.distributed")
 
-pytestmark = [
-    pytest.mark.skipif(
-        not hasattr(distributed, "DistributedConfig")
-        or "dp_replicate_size" not in distributed.DistributedConfig.__dataclass_fields__,
-        reason="transformers 5.23 loads models parallel",
-    ),
-    pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
+
+
+@pytest.fixture(autouse=True)
+def _loads_parallel() -> None:
+    config = getattr(distributed, "DistributedConfig", None)
+    if "dp_replicate_size" not in getattr(config, "__dataclass_fields__", ()):
+        pytest.skip("transformers 5.23 loads models parallel")
+
 
 SIZES = {
     "vocab_size": WORDS + 3,
