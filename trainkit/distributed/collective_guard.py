@@ -7,7 +7,7 @@ do no harm: the mistake is found before the job is scaled up.
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from trainkit.errors import DistributedError
 
@@ -20,24 +20,18 @@ _inside = _Inside()
 
 
 @contextmanager
-def only(place: str) -> Iterator[None]:
+def only(place: str | None) -> Iterator[None]:
     """Mark the code inside as run by some processes only; `place` names it in the error."""
-    outer = _inside.name
-    _inside.name = place
+    outer, _inside.name = _inside.name, place
     try:
         yield
     finally:
         _inside.name = outer
 
 
-@contextmanager
-def everywhere() -> Iterator[None]:
+def everywhere() -> AbstractContextManager[None]:
     """Allow collectives inside `only`, for code that brings processes of its own."""
-    outer, _inside.name = _inside.name, None
-    try:
-        yield
-    finally:
-        _inside.name = outer
+    return only(None)
 
 
 def place() -> str | None:

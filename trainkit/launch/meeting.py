@@ -10,7 +10,8 @@ import platform
 import secrets
 import socket
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from itertools import pairwise
@@ -225,8 +226,7 @@ def _host(job: JobSettings, card: Card, end: float) -> Meeting:
             "`--machine_rank`, if this is not machine 0."
         ) from None
     link = open_link(size, listening)
-    trial: list[socket.socket] = []
-    try:
+    with _leaving(link) as trial:
         cards, fault = _wait_for_cards(job, link, card, end, hint)
         if not fault:
             if not address:
@@ -239,12 +239,6 @@ def _host(job: JobSettings, card: Card, end: float) -> Meeting:
         link.share(fault=fault, word=secrets.token_hex(16))
         if fault:
             raise DistributedError(fault)
-    except BaseException:
-        link.close()
-        raise
-    finally:
-        for one in trial:
-            one.close()
     return Meeting(0, cards, address, ports(job.ports), link)
 
 
@@ -318,8 +312,7 @@ def _guest(job: JobSettings, card: Card, end: float) -> Meeting:
             "taken by another program, or machine 0 is frozen. Another job needs another "
             "`--main_process_port`, the same on all machines"
         )
-    trial: list[socket.socket] = []
-    try:
+    with _leaving(link) as trial:
         card |= {"address": own, "at": address}
         trial += _open_trial(own, card)
         link.tell("card", card)
@@ -340,13 +333,21 @@ def _guest(job: JobSettings, card: Card, end: float) -> Meeting:
                 else link.end.cause
             )
             raise DistributedError(link.fault or lost)
+    return Meeting(machine, cards, address, (), link)
+
+
+@contextmanager
+def _leaving(link: Link) -> Iterator[list[socket.socket]]:
+    """Leave the other machines after an error; close the sockets of the trial in any case."""
+    trial: list[socket.socket] = []
+    try:
+        yield trial
     except BaseException:
         link.close()
         raise
     finally:
         for one in trial:
             one.close()
-    return Meeting(machine, cards, address, (), link)
 
 
 def _listen(host: str, allowed: Iterable[int], setting: str) -> socket.socket:

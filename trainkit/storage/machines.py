@@ -67,14 +67,14 @@ class Courier:
         def take(sent: list[tuple[str, bytes] | None]) -> bool:
             for name, piece in filter(None, sent):
                 path = folder / name
-                with _naming(path):
+                with files.naming(path):
                     if path not in open_files:
                         open_files[path] = files.create(path)
                     files.write(open_files[path], piece)
             if any(sent):
                 return True
             for path, descriptor in open_files.items():
-                with _naming(path):
+                with files.naming(path):
                     files.sync(descriptor)
             return False
 
@@ -102,15 +102,6 @@ def _pieces(contents: Iterable[tuple[Path, Chunks]], size: int) -> Iterator[tupl
                     piece.clear()
         if piece:
             yield path.name, bytes(piece)
-
-
-@contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        error.filename = str(path)
-        raise
 
 
 Here = tuple[Path, Callable[[str], None] | None]

@@ -48,7 +48,8 @@ def kept(*roots: object) -> Iterator[None]:
     sets = [(each, set(each)) for each in values if isinstance(each, set)]
     modules = [owner for owner in owners if isinstance(owner, nn.Module)]
     large = [v for each in owners if isinstance(each, Outside) for v in each.values()]
-    data = {id(v) for v in large if isinstance(v, nn.Parameter) or _is_data(v)}
+    large = [v for v in large if isinstance(v, Tensor)]
+    data = {id(v) for v in large if isinstance(v, nn.Parameter) or v.nbytes > _LARGEST}
     tensors = [v for v in values if isinstance(v, Tensor) and id(v) not in data]
     with kept_buffers(modules), _kept_tensors(tensors):
         try:
@@ -82,10 +83,6 @@ def _is_writable(tensor: Tensor) -> bool:
     return tensor.layout is not torch.strided or all(
         step or size < 2 for size, step in zip(tensor.shape, tensor.stride(), strict=True)
     )
-
-
-def _is_data(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.nbytes > _LARGEST
 
 
 def _restore(now: MutableMapping[Any, Any], before: dict[Any, Any]) -> None:

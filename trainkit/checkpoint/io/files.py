@@ -8,8 +8,8 @@ whatever the umask. All functions raise `OSError` with the name of the file.
 import os
 import shutil
 import stat
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Semaphore, Thread
@@ -21,6 +21,16 @@ _LARGEST_WRITE = 1 << 30  # Linux writes at most 2 GiB at once
 _OPEN_FILES = 8  # that are written or wait for the disk
 
 Chunks: TypeAlias = Iterable[bytes | memoryview]
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Let an error of the system name a file that it knows by its descriptor alone."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = str(path)
+        raise
 
 
 def make_directory(path: Path) -> None:
@@ -66,10 +76,8 @@ def sync_directory(path: Path) -> None:
         return
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        os.fsync(descriptor)
-    except OSError as error:
-        error.filename = str(path)
-        raise
+        with naming(path):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
@@ -135,12 +143,11 @@ def _filled(path: Path, chunks: Chunks) -> int:
     """Create a file with this content; return its descriptor."""
     descriptor = create(path)
     try:
-        for chunk in chunks:
-            write(descriptor, chunk)
-    except BaseException as error:
+        with naming(path):
+            for chunk in chunks:
+                write(descriptor, chunk)
+    except BaseException:
         close(descriptor)
-        if isinstance(error, OSError):
-            error.filename = str(path)
         raise
     return descriptor
 
@@ -148,10 +155,8 @@ def _filled(path: Path, chunks: Chunks) -> int:
 def _keep(descriptor: int, path: Path) -> None:
     """Wait until a file survives a power cut, and close it."""
     try:
-        sync(descriptor)
-    except OSError as error:
-        error.filename = str(path)
-        raise
+        with naming(path):
+            sync(descriptor)
     finally:
         close(descriptor)
 
