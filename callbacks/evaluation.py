@@ -8,9 +8,9 @@ from typing_extensions import override
 from trainkit.basics.config import check_whole, checked
 from trainkit.callbacks._support.formatting import every
 from trainkit.errors import ConfigError
-from trainkit.metrics import as_metric
 from trainkit.training.callback import Callback
 from trainkit.training.run import Run
+from trainkit.training.setup.arguments import make_metrics
 from trainkit.types import StepResult
 
 __all__ = ["Evaluation"]
@@ -43,16 +43,12 @@ class Evaluation(Callback):
         every_n_epochs: int | None = None,
         at_end: bool = True,
     ) -> None:
-        if isinstance(metrics, str) or not isinstance(metrics, Iterable):
-            raise ConfigError(
-                f"`metrics` must be a list, but is {metrics!r}. Write `metrics=[{metrics!r}]`."
-            )
         for name, value in (("every_n_steps", every_n_steps), ("every_n_epochs", every_n_epochs)):
             if value is not None:
                 check_whole(name, value)
         if every_n_steps is None and every_n_epochs is None:
             every_n_epochs = 1
-        self.metrics = [as_metric(metric) for metric in metrics]
+        self.metrics = make_metrics(metrics)
         self.every_n_steps = every_n_steps
         self.every_n_epochs = every_n_epochs
         self.at_end = at_end

@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from trainkit.basics.config import check_whole
 from trainkit.basics.outputs import why
 from trainkit.checkpoint.checkpoint import Checkpoint, check_sizes
 from trainkit.checkpoint.commit import Agree, Save, alone, throw_away
@@ -15,7 +16,7 @@ from trainkit.checkpoint.format.names import PINS, TEMPORARY, TRASH
 from trainkit.checkpoint.io import files
 from trainkit.checkpoint.io.reading import open_directory, open_file
 from trainkit.checkpoint.listing import Entry, broken_folders, committed
-from trainkit.errors import CheckpointError, ConfigError
+from trainkit.errors import CheckpointError
 
 _NOT_FINITE = "its parameters, or the loss before it, are not finite"
 
@@ -60,8 +61,7 @@ class CheckpointStore:
             CheckpointError: The save failed on some process; raised by all. Nothing of it is
                 left, and earlier checkpoints are untouched.
         """
-        if type(step) is not int or step < 0:
-            raise ConfigError(f"`step` must be a whole number from 0 on, but is {step!r}.")
+        check_whole("step", step, least=0)
         save = Save(self.directory, step, metadata, agree, courier)
         path = save.run(parts)
         self.last_saved = save.entry

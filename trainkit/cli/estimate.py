@@ -14,6 +14,7 @@ from torch import nn
 from trainkit.basics.formatting import count
 from trainkit.basics.packages import require
 from trainkit.errors import ConfigError
+from trainkit.export.loading import dtype_of
 from trainkit.inspect.memory import memory_of
 
 _OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -65,12 +66,10 @@ def _run(options: argparse.Namespace) -> int:
 
 def empty_model(given: str, dtype: str | None) -> nn.Module:
     """Return a model on `meta`, from a folder or file of transformers or by `module:function`."""
-    kind = getattr(torch, dtype or "float32", None)
-    if not isinstance(kind, torch.dtype):
-        raise ConfigError(f"`--dtype` must be a dtype of torch such as bfloat16, but is {dtype!r}.")
+    kind = dtype_of(dtype)
     with torch.device("meta"):
         model = _of_config(given) if os.path.exists(given) else _of_function(given)
-    return model if dtype is None else model.to(kind)
+    return model if kind is None else model.to(kind)
 
 
 def _of_config(path: str) -> nn.Module:
