@@ -38,6 +38,7 @@ from trainkit.watch import timing, where
 from trainkit.watch.connections import GONE, Address, Links, open_server, reach_server
 from trainkit.watch.exit import EXIT_OTHER_FAILED
 from trainkit.watch.hints import hint_for
+from trainkit.watch.job_watch import JobWatch
 from trainkit.watch.member import Member
 from trainkit.watch.report import Report, first_of, read_all
 from trainkit.watch.stall import judge
@@ -68,6 +69,28 @@ def _threads(rank: int) -> list[int]:
 
 def test_the_thread_ends_with_close() -> None:
     assert run_ranks(2, _threads) == [[1, 0, 1, 0]] * 2
+
+
+def _closing(rank: int) -> float:
+    watch = Processes.start().watch
+    assert isinstance(watch, JobWatch)
+    if rank:
+        return 0.0  # and says nothing that would wake the other
+    links = watch._this.links
+    wake = links.wake
+
+    def wakes_it_at_once() -> None:
+        wake()
+        time.sleep(0.2)  # so the thread has done what there is before this one goes on
+
+    links.wake = wakes_it_at_once  # type: ignore[method-assign]
+    begin = time.monotonic()
+    watch.close()
+    return time.monotonic() - begin
+
+
+def test_close_waits_for_nothing() -> None:
+    assert max(run_ranks(2, _closing)) < 1.5  # the thread looks by itself every 5 s
 
 
 @contextmanager

@@ -159,14 +159,14 @@ class WatchThread:
         """Tell process 0 that this one ends in order; all, if it is that; then end the thread."""
         self._this.send({"kind": "done", "how": outcome, **({"to": 0} if self._this.rank else {})})
         self._closing = True
+        self._this.links.wake()  # the thread may have sent that already, and wait for more
 
     def _blame(self, cause: _Cause) -> None:
         """Note why this process must end; what nobody will catch counts more than the rest."""
-        known = self._cause
-        if known is None:
+        if self._cause is None:
             self._cause = cause
-        elif known.fit and not cause.fit:
-            self._cause = replace(cause, since=known.since)
+        elif self._cause.fit and not cause.fit:
+            self._cause = replace(cause, since=self._cause.since)
 
     def _look(self, now: float) -> None:
         """Decide whether this process must end."""
