@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from trainkit.accelerator.settings import ProjectConfiguration
 from trainkit.basics.lock import RunLock
-from trainkit.basics.outputs import absolute, address_of, fetched, why
+from trainkit.basics.outputs import absolute, address_of, fetched, unwritable
 from trainkit.checkpoint import CheckpointStore, KeepPolicy, rotate
 from trainkit.checkpoint.candidates import first_verified
 from trainkit.checkpoint.format.names import MANIFEST
@@ -171,12 +171,7 @@ class StateDirectory:
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise CheckpointError(
-                f"`save_state` writes to `{folder}`, but cannot: {why(folder, error)}. Pass "
-                "another folder, or make this one writable.",
-                path=folder,
-                errno=error.errno,
-            ) from error
+            raise unwritable(folder, error, "Pass another folder") from error
         return folder
 
     def _automatic(self, *, saves: bool = False) -> Path:

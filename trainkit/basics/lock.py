@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Self
 from weakref import WeakSet, WeakValueDictionary
 
-from trainkit.basics.outputs import why
+from trainkit.basics.outputs import unwritable
 from trainkit.basics.systems import ITSELF, after_fork
 from trainkit.errors import CheckpointError
 
@@ -69,13 +69,8 @@ class RunLock:
                 os.close(descriptor)
                 raise
         except OSError as error:
-            raise CheckpointError(
-                f"The directory `{self.directory}` cannot be written to: "
-                f"{why(self._path, error)}. {self._advice[0].upper()}{self._advice[1:]}, or make "
-                "this one writable.",
-                path=self.directory,
-                errno=error.errno,
-            ) from error
+            advice = f"{self._advice[0].upper()}{self._advice[1:]}"
+            raise unwritable(self.directory, error, advice) from error
         self._descriptor = descriptor
         _held.add(self)
         return self

@@ -109,6 +109,16 @@ def refusal(path: Path, owner: str, error: OSError) -> ConfigError:
     )
 
 
+def unwritable(directory: Path, error: OSError, advice: str) -> CheckpointError:
+    """Return the error of a directory where nothing can be saved; `advice` is what else to do."""
+    return CheckpointError(
+        f"The directory `{directory}` cannot be written to: "
+        f"{why(Path(error.filename or directory), error)}. {advice}, or make this one writable.",
+        path=directory,
+        errno=error.errno,
+    )
+
+
 def folder_of_run(parent: Path, resume: str | Path | None) -> Path:
     """Return the folder of a run among others in `parent`.
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.basics.config import check_whole
-from trainkit.basics.outputs import why
+from trainkit.basics.outputs import unwritable
 from trainkit.checkpoint.checkpoint import Checkpoint, check_sizes
 from trainkit.checkpoint.commit import Agree, Save, alone, throw_away
 from trainkit.checkpoint.format import strict_json
@@ -77,13 +77,7 @@ class CheckpointStore:
             files.rename(temporary, renamed)
             files.sync_directory(self.directory)
         except OSError as error:
-            raise CheckpointError(
-                f"The directory `{self.directory}` cannot be written to: "
-                f"{why(self.directory, error)}. Choose another `output_dir`, or make this one "
-                "writable.",
-                path=self.directory,
-                errno=error.errno,
-            ) from error
+            raise unwritable(self.directory, error, "Choose another `output_dir`") from error
         finally:
             for path in (temporary, renamed):
                 with suppress(OSError):

@@ -253,8 +253,7 @@ class _Gradients(task.Record):
 
     def _keep(self, run: Run, kept: list[Tensor]) -> None:
         gradient = next(run.module.parameters()).grad
-        whole = type(gradient) is Tensor or type(gradient) is torch.Tensor
-        kept.append(gradient.clone() if gradient is not None and whole else torch.empty(0))
+        kept.append(gradient.clone() if type(gradient) is Tensor else torch.empty(0))
 
 
 def _check_no_sync(rank: int, make_strategy: MakeStrategy, batch: int, reduces: bool) -> None:
