@@ -24,8 +24,8 @@ _SHARED = "mps"  # its memory is the host's; it has one device, and names of its
 
 def accelerator_kind() -> str | None:
     """Return the type of the accelerators of this machine, such as "cuda"; None without any."""
-    found = torch.accelerator.current_accelerator(check_available=True)
-    return None if found is None else found.type
+    device = torch.accelerator.current_accelerator(check_available=True)
+    return None if device is None else device.type
 
 
 def accelerator_count() -> int:

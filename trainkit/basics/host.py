@@ -14,22 +14,22 @@ except ModuleNotFoundError:  # Windows
 
 def process_memory() -> dict[str, int]:
     """Return what is known of the memory of this process and machine, in bytes."""
-    found: dict[str, int] = {}
+    memory: dict[str, int] = {}
     if resource is not None:
         unit = 1 if sys.platform == "darwin" else 1024
-        found["highest"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        memory["highest"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
         soft, _ = resource.getrlimit(resource.RLIMIT_AS)
         if soft != resource.RLIM_INFINITY:
-            found["address space limit"] = soft
+            memory["address space limit"] = soft
     with suppress(OSError, ValueError, IndexError):
         pages = int(Path("/proc/self/statm").read_text().split()[1])
-        found = {"resident": pages * os.sysconf("SC_PAGE_SIZE")} | found
+        memory = {"resident": pages * os.sysconf("SC_PAGE_SIZE")} | memory
     with suppress(OSError, ValueError):
-        found["limit of the container"] = int(Path("/sys/fs/cgroup/memory.max").read_text())
+        memory["limit of the container"] = int(Path("/sys/fs/cgroup/memory.max").read_text())
     with suppress(OSError, ValueError, AttributeError):
         match = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
-        found["available"] = int(match[1]) * 1024  # type: ignore[index]
-    return found
+        memory["available"] = int(match[1]) * 1024  # type: ignore[index]
+    return memory
 
 
 def machine_memory(*kinds: str) -> int | None:

@@ -57,14 +57,14 @@ def changed_hparams(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
 
 
 def _leaves(values: Mapping[str, Any], above: str) -> list[tuple[str, Any]]:
-    found = []
+    leaves = []
     for key, value in values.items():
         if isinstance(value, dict) and value:
-            found += _leaves(value, f"{above}{key}.")
+            leaves += _leaves(value, f"{above}{key}.")
         else:
             is_text = isinstance(value, dict | list)
-            found.append((f"{above}{key}", json.dumps(json_value(value)) if is_text else value))
-    return found
+            leaves.append((f"{above}{key}", json.dumps(json_value(value)) if is_text else value))
+    return leaves
 
 
 def _value(value: Any, path: str) -> Any:

@@ -36,5 +36,5 @@ def one_of(*names: str) -> Callable[[object], str]:
 
 def nearest(name: str, allowed: Iterable[str]) -> str:
     """Return a sentence that names the known name nearest to this one; empty without one."""
-    found = difflib.get_close_matches(name, list(allowed), n=1)
-    return f" Did you mean `{found[0]}`?" if found else ""
+    matches = difflib.get_close_matches(name, list(allowed), n=1)
+    return f" Did you mean `{matches[0]}`?" if matches else ""

@@ -45,13 +45,13 @@ def parsed(path: Path, parse: Callable[[bytes], T]) -> Iterator[T | None]:
             if not line.strip():
                 continue
             try:
-                found = parse(line)
+                record = parse(line)
             except MALFORMED as error:
                 first = first or f"line {number} was left out ({error})"
                 refused += 1
                 yield None
             else:
-                yield found
+                yield record
     except OSError as error:
         first = f"it was left out ({error.strerror or error})"
     if first:
@@ -66,8 +66,8 @@ def stretches(path: Path, parse: Callable[[bytes], T], limit: int) -> Iterator[l
             size = sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b""))
     except OSError:
         size = 0  # `parsed` says why
-    found = parsed(path, parse)
-    while stretch := list(islice(found, max(1, -(-size // limit)))):
+    records = parsed(path, parse)
+    while stretch := list(islice(records, max(1, -(-size // limit)))):
         yield stretch
 
 
@@ -90,18 +90,18 @@ def json_object(line: bytes) -> dict[str, Any]:
     """
     try:
         text = line.decode().strip()
-        found, end = _decoder.raw_decode(text)
+        parsed, end = _decoder.raw_decode(text)
     except RecursionError:
         raise ValueError("nested too deep") from None
     except ValueError:
         raise ValueError("no JSON") from None
     if end < len(text):
         raise ValueError("no JSON")
-    if not isinstance(found, dict):
+    if not isinstance(parsed, dict):
         raise ValueError("no JSON object")
-    if line.count(b"{") + line.count(b"[") > _DEEPEST and _depth(found) > _DEEPEST:
+    if line.count(b"{") + line.count(b"[") > _DEEPEST and _depth(parsed) > _DEEPEST:
         raise ValueError("nested too deep")
-    return found
+    return parsed
 
 
 def _depth(value: Any) -> int:
@@ -167,10 +167,10 @@ def object_at(path: Path, start: int, kind: str) -> dict[str, Any]:
     """
     with _opened(path) as file:
         file.seek(start)
-        found = json_object(file.readline(_LONGEST))
-    if found["kind"] != kind:
+        record = json_object(file.readline(_LONGEST))
+    if record["kind"] != kind:
         raise ValueError(f"no {kind}")
-    return found
+    return record
 
 
 def complete_size(path: Path) -> int:
@@ -191,9 +191,9 @@ def _line_start(file: BinaryIO, end: int) -> int:
     while end > 0:
         begin = max(0, end - _BLOCK)
         file.seek(begin)
-        found = file.read(end - begin).rfind(b"\n")
-        if found >= 0:
-            return begin + found + 1
+        newline = file.read(end - begin).rfind(b"\n")
+        if newline >= 0:
+            return begin + newline + 1
         end = begin
     return 0
 

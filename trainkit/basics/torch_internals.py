@@ -90,8 +90,8 @@ def hooks_of(module: nn.Module) -> list[Any]:
     forward = ("_forward_pre_hooks", "_forward_hooks")
     backward = ("_backward_pre_hooks", "_backward_hooks", "_post_accumulate_grad_hooks")
     owners = (module, *parameters_of(module).values())
-    found = [getattr(each, name, None) or {} for each in owners for name in forward + backward]
-    return [hook for each in found for hook in each.values()]
+    hooks = [getattr(each, name, None) or {} for each in owners for name in forward + backward]
+    return [hook for each in hooks for hook in each.values()]
 
 
 def is_saved(module: nn.Module, buffer: str) -> bool:
@@ -301,12 +301,12 @@ def has_unreduced_shards(model: nn.Module) -> bool:
 
 def group_backends(group: "ProcessGroup") -> list[Any]:
     """Return what does the work of a group: one backend, or one for each type of device."""
-    found: list[Any] = []
+    backends: list[Any] = []
     for device in group._device_types:
         backend = group._get_backend(device)
-        if all(backend is not other for other in found):
-            found.append(backend)
-    return found
+        if all(backend is not other for other in backends):
+            backends.append(backend)
+    return backends
 
 
 def begun_collectives(backend: Any) -> int:

@@ -30,12 +30,12 @@ def first_verified(
         skip: Told why a checkpoint is broken, on each process; None: that is raised.
     """
     while (candidate := run_on_main(processes, lambda: next(candidates))) is not None:
-        found = _load(processes, load, candidate)
-        if not isinstance(found, CheckpointCorrupt):
-            return candidate, found
+        loaded = _load(processes, load, candidate)
+        if not isinstance(loaded, CheckpointCorrupt):
+            return candidate, loaded
         if skip is None:
-            raise found
-        skip(found)
+            raise loaded
+        skip(loaded)
     return None
 
 
@@ -45,21 +45,21 @@ def _load(processes: Processes, load: Callable[[P], T], candidate: P) -> T | Che
     Nobody goes on before all have compared their share of it. What one finds broken is no other
     error, though it may look like one to those that have not compared it.
     """
-    found: T | CheckpointCorrupt | None = None
+    loaded: T | CheckpointCorrupt | None = None
     failure: Exception | None = None
     try:
-        found = load(candidate)
+        loaded = load(candidate)
     except CheckpointCorrupt as error:
-        found = error
+        loaded = error
     except Exception as error:
         failure = error
-    first = first_with(processes, isinstance(found, CheckpointCorrupt))
+    first = first_with(processes, isinstance(loaded, CheckpointCorrupt))
     if first is None:
         raise_on_all(processes, failure)
-        return cast("T", found)
-    text = processes.broadcast_object(str(found), first)
-    if isinstance(found, CheckpointCorrupt):
-        return found
+        return cast("T", loaded)
+    text = processes.broadcast_object(str(loaded), first)
+    if isinstance(loaded, CheckpointCorrupt):
+        return loaded
     return CheckpointCorrupt(f"On process {first}: {text}")
 
 

@@ -87,9 +87,9 @@ class Checkpoint:
         """
         nodes, own = self._nodes(part)
         with self.blaming(part, MALFORMED):
-            found = {name: stored_in(nodes[name], own) for name in nodes}
-        tensors = {name: stored for name, stored in found.items() if stored is not None}
-        rest = [name for name in found if name not in tensors]
+            values = {name: stored_in(nodes[name], own) for name in nodes}
+        tensors = {name: stored for name, stored in values.items() if stored is not None}
+        rest = [name for name in values if name not in tensors]
         if others is not None and tensors:
             others += rest
         elif rest:

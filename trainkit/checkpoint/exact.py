@@ -152,7 +152,7 @@ def resized_buffers(module: nn.Module, saved: Mapping[str, Any]) -> set[str]:
     Observers of quantization get their size from data; they are asked by a load on a copy of them,
     without the parameters.
     """
-    found = set()
+    resized = set()
     for name, part, key, buffer in saved_buffers(module):
         was = saved.get(name)
         if buffer is None or not isinstance(was, Tensor) or was.shape == buffer.shape:
@@ -164,8 +164,8 @@ def resized_buffers(module: nn.Module, saved: Mapping[str, Any]) -> set[str]:
             trial.load_state_dict({n: saved[f"{prefix}{n}"] for n in inside}, strict=False)
         except Exception:  # whatever keeps it out: the shapes are what is told of it
             continue
-        found.add(name)
-    return found
+        resized.add(name)
+    return resized
 
 
 def load_model(module: nn.Module, saved: Mapping[str, Any], *, older: bool = False) -> None:

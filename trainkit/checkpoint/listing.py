@@ -22,10 +22,10 @@ class Entry:
 def folders(directory: Path) -> list[Path]:
     """Return the visible folders in a directory; links are left out."""
     try:
-        with os.scandir(directory) as found:
+        with os.scandir(directory) as entries:
             names = [
                 entry.name
-                for entry in found
+                for entry in entries
                 if not entry.name.startswith(".") and entry.is_dir(follow_symlinks=False)
             ]
     except (FileNotFoundError, NotADirectoryError):

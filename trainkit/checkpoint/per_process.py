@@ -106,9 +106,9 @@ def _differing(kind: str, marks: Sequence[Mapping[str, str]]) -> list[str]:
     """
     own: list[str] = []
     for name in dict.fromkeys(name for of_process in marks for name in of_process):
-        found = [of_process.get(name, _OWN) for of_process in marks]
-        differs = len(set(found)) > 1
-        shards = {text.rpartition(" ")[0] for text in found}
+        digests = [of_process.get(name, _OWN) for of_process in marks]
+        differs = len(set(digests)) > 1
+        shards = {text.rpartition(" ")[0] for text in digests}
         if len(shards) > 1:  # other sharded tensors, which is refused where they are saved
             differs = False
         elif differs and shards != {""}:
@@ -118,7 +118,7 @@ def _differing(kind: str, marks: Sequence[Mapping[str, str]]) -> list[str]:
                 "`per_process = False` on it if those of process 0 speak for all, or keep them in "
                 "an object of their own."
             )
-        if differs or found[0] == _OWN:
+        if differs or digests[0] == _OWN:
             own.append(name)
     return own
 

@@ -94,8 +94,8 @@ def ranked(entries: Sequence[Entry], best: Best) -> list[Entry]:
     sign = 1.0 if mode == "min" else -1.0
     of_step = {entry.step: entry for entry in entries if entry.manifest.is_finite}
     values = [(e.manifest.metrics.get(metric, math.nan), step) for step, e in of_step.items()]
-    found = sorted((sign * value, step) for value, step in values if not math.isnan(value))
-    return [of_step[step] for _, step in found[:count]]
+    ranking = sorted((sign * value, step) for value, step in values if not math.isnan(value))
+    return [of_step[step] for _, step in ranking[:count]]
 
 
 def rotate(store: CheckpointStore, policy: Retention, more: Set[int] = frozenset()) -> list[Entry]:

@@ -50,10 +50,10 @@ def check_unused(directory: Path) -> None:
         (CHECKPOINTS, "", resume),
         (WEIGHTS, "the weights of ", "Remove this folder, or"),
     ):
-        if found := committed(directory / name):
+        if entries := committed(directory / name):
             raise ConfigError(
-                f"`{directory / name}` holds {what}{count(len(found), 'checkpoint')}, the newest "
-                f"of step {found[-1].step}, but a new training was asked for. {advice} choose "
+                f"`{directory / name}` holds {what}{count(len(entries), 'checkpoint')}, the newest "
+                f"of step {entries[-1].step}, but a new training was asked for. {advice} choose "
                 "another `output_dir`."
             )
 
@@ -162,8 +162,8 @@ class Saver:
             name = str(best.path.relative_to(directory))
             return name, best.step, best.manifest.metrics[self.keep_best[0]]
 
-        found = run_on_main(self._processes, find)
-        return None if found is None else (str(directory / found[0]), *found[1:])
+        best = run_on_main(self._processes, find)
+        return None if best is None else (str(directory / best[0]), *best[1:])
 
     def is_among_best(self, step: int, metrics: Mapping[str, float]) -> bool:
         """Return whether a checkpoint with these metrics would stay; every process must call it."""

@@ -105,10 +105,10 @@ class CheckpointStore:
         """
         for _, error in broken_folders(self.directory):
             report(f"Ignored: {error}")
-        found, told = self.checkpoints()[::-1], set[Path]()
-        for entry in [entry for entry in found if not entry.manifest.is_resumable]:
+        newest_first, told = self.checkpoints()[::-1], set[Path]()
+        for entry in [entry for entry in newest_first if not entry.manifest.is_resumable]:
             report(f"Passed over `{entry.path}`: it holds the weights alone.")
-        entries = [entry for entry in found if entry.manifest.is_resumable]
+        entries = [entry for entry in newest_first if entry.manifest.is_resumable]
         for entry in sorted(entries, key=lambda entry: not entry.manifest.is_finite):
             try:
                 checkpoint = (self.open if contents else self.open_unverified)(entry.path)

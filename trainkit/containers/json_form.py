@@ -253,12 +253,12 @@ class Decoder:
 
     def get_pairs(self, node: Any) -> dict[Any, Any]:
         """Return the dict of a list of pairs, or of an object."""
-        found = {key: self.get(node[key]) for key in node} if type(node) is dict else {}
+        pairs = {key: self.get(node[key]) for key in node} if type(node) is dict else {}
         for key, value in node if type(node) is list else ():
-            found[self.get(key)] = self.get(value)
-        if len(found) != len(node):
+            pairs[self.get(key)] = self.get(value)
+        if len(pairs) != len(node):
             raise ValueError("a dict has one key twice")
-        return found
+        return pairs
 
     def get_sequence(self, node: Any) -> list[Any]:
         if type(node) is not list:

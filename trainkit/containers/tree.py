@@ -170,15 +170,15 @@ def build(cls: type, keys: list[Any], values: list[Any]) -> Any:
         return cls(None, zip(keys, values, strict=True))
     if issubclass(cls, dict | UserDict) and not dataclasses.is_dataclass(cls):
         return cls(dict(zip(keys, values, strict=True)))
-    found = dict(zip(keys, values, strict=True))
+    parts = dict(zip(keys, values, strict=True))
     built: Any = dict.__new__(cls) if issubclass(cls, dict) else object.__new__(cls)
     is_mapping = isinstance(built, dict)
     for field in dataclasses.fields(built):
-        if field.name in found or is_mapping:
+        if field.name in parts or is_mapping:
             # Frozen classes refuse plain assignment.
-            object.__setattr__(built, field.name, found.get(field.name))
+            object.__setattr__(built, field.name, parts.get(field.name))
     if is_mapping:
-        for key, value in found.items():
+        for key, value in parts.items():
             built[key] = value
     return built
 
@@ -202,7 +202,7 @@ def name_of(cls: type) -> str | None:
 def class_named(name: str) -> type | None:
     """Return the class of that name in its module or the public one around, if it is imported."""
     module, _, qualified = name.partition(":")
-    found: Any = sys.modules.get(module) or sys.modules.get(module.partition("._")[0])
+    obj: Any = sys.modules.get(module) or sys.modules.get(module.partition("._")[0])
     for part in qualified.split("."):
-        found = getattr(found, part, None)
-    return found if isinstance(found, type) else None
+        obj = getattr(obj, part, None)
+    return obj if isinstance(obj, type) else None

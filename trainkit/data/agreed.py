@@ -80,14 +80,14 @@ class AgreedLoader(PreparedLoader):
         self, epoch: int, *, position: int = 0, accumulation: int = 1, drop_last: bool = False
     ) -> Generator[Window, None, None]:
         micro_batches = self._micro_batches(epoch, position, accumulation)
-        found = 0
+        windows = 0
         with self._under_way(), closing(micro_batches):
             for window in self._cut(micro_batches, accumulation if drop_last else None):
-                found += 1
+                windows += 1
                 yield window
         if position == 0:
-            self._known_length = EpochLength(0, found, 0)
-            if not found:
+            self._known_length = EpochLength(0, windows, 0)
+            if not windows:
                 self._refuse_idle(epoch)
         if self.stream is not None:
             self.stream.ended()

@@ -286,9 +286,9 @@ class CombinedLoader(PreparedLoader):
     @override
     def order_digest(self, epoch: int, accumulation: int) -> str | None:
         if self._digest is None or self._digest[0] != epoch:
-            found = [part.order_digest(epoch, accumulation) for part in self.parts.values()]
-            known = [digest for digest in found if digest is not None]
-            self._digest = epoch, " ".join(known) if len(known) == len(found) else None
+            digests = [part.order_digest(epoch, accumulation) for part in self.parts.values()]
+            known = [digest for digest in digests if digest is not None]
+            self._digest = epoch, " ".join(known) if len(known) == len(digests) else None
         return self._digest[1]
 
     @override
@@ -325,9 +325,9 @@ class CombinedLoader(PreparedLoader):
             for name, window in windows.items():
                 own, padding = window.size or 0, latest[name]
                 if index < own:
-                    now[name] = found = next(iter(window))
+                    now[name] = micro_batch = next(iter(window))
                     if index == own - 1 < size - 1:
-                        padding.keep(found.data, found.size)
+                        padding.keep(micro_batch.data, micro_batch.size)
                     continue
                 if self.active is not None:
                     self.active.yielded(self.parts[name], nobody, padding.size)

@@ -32,9 +32,9 @@ def read_item(dataset: Any, index: int) -> Mapping[str, Any]:
     """Return an item that has `input_ids`; ConfigError where it has none."""
     item = dataset[index]
     if not isinstance(item, Mapping) or "input_ids" not in item:
-        found = f"one with {sorted(item)}" if isinstance(item, Mapping) else f"a {type(item)}"
+        kind = f"one with {sorted(item)}" if isinstance(item, Mapping) else f"a {type(item)}"
         raise ConfigError(
-            f"Items must be mappings with `input_ids`, but item {index} of the data set is {found}."
+            f"Items must be mappings with `input_ids`, but item {index} of the data set is {kind}."
         )
     return item
 

@@ -74,13 +74,13 @@ def run_to(digest: str, runs: int, draw: Callable[[], str | None]) -> str:
         runs: How often the sampler had run, this order included.
         draw: Runs it, and returns the digest of what it gives.
     """
-    found: str | None = None
+    drawn: str | None = None
     for _ in range(max(2, runs)):
-        earlier = found
-        found = draw()
-        if found == digest:
+        earlier = drawn
+        drawn = draw()
+        if drawn == digest:
             return ""
-        if found == earlier:
+        if drawn == earlier:
             return CHANGED
     return OWN
 

@@ -64,14 +64,14 @@ def generators_in(*roots: Any) -> Iterator[Any]:
     """Yield the generators that objects hold or their functions read, each once."""
     waiting, seen = list(roots), set[int]()
     while waiting and len(seen) < _MOST_OBJECTS:
-        found = waiting.pop(0)
-        if id(found) in seen or isinstance(found, _LEAVES):
+        value = waiting.pop(0)
+        if id(value) in seen or isinstance(value, _LEAVES):
             continue
-        seen.add(id(found))
-        if rng.is_generator(found):
-            yield found
+        seen.add(id(value))
+        if rng.is_generator(value):
+            yield value
         else:
-            waiting += _inside(found)
+            waiting += _inside(value)
 
 
 def _inside(found: Any) -> list[Any]:

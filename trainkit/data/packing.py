@@ -177,15 +177,15 @@ def _rows(documents: list[Document], row_length: int) -> list[list[Document]]:
     rooms: list[int] = []  # the keys of `open_rows`, in order
     for document in sorted(documents, key=lambda d: d.start - d.stop):
         length = document.stop - document.start
-        found = bisect_left(rooms, length)
-        if found == len(rooms):
+        index = bisect_left(rooms, length)
+        if index == len(rooms):
             row, left = len(rows), row_length
             rows.append([])
         else:
-            left = rooms[found]
+            left = rooms[index]
             row = open_rows[left].pop()
             if not open_rows[left]:
-                del open_rows[left], rooms[found]
+                del open_rows[left], rooms[index]
         rows[row].append(document)
         if left := left - length:
             if left not in open_rows:

@@ -128,8 +128,8 @@ class BatchPlan:
             yield self._own(index) or None
 
     def shares(self, index: int) -> tuple[tuple[int, ...], int]:
-        found = self._counts[index * self._size : (index + 1) * self._size]
-        return (*found, *[0] * (self._size - len(found))), sum(found)
+        counts = self._counts[index * self._size : (index + 1) * self._size]
+        return (*counts, *[0] * (self._size - len(counts))), sum(counts)
 
     def local_size(self, index: int) -> int:
         return len(self._own(index))

@@ -90,19 +90,19 @@ class ActiveLoaders:
         left: int | None = None,
     ) -> None:
         """Note that a pass hands out a batch; see `BatchInfo`."""
-        found = self._find(key)
-        if found is None:
+        entry = self._find(key)
+        if entry is None:
             return  # it has read to its end before its batches are used
         self._changes += 1
-        found.batch = BatchInfo(counts, local_size, full_size, own, left)
-        found.earlier, found.latest = found.latest, self._changes
+        entry.batch = BatchInfo(counts, local_size, full_size, own, left)
+        entry.earlier, entry.latest = entry.latest, self._changes
 
     def ended(self, key: Any) -> None:
         """Note that a pass is over, or was left."""
-        found = self._find(key)
-        if found is not None:
-            self._passes.remove(found)
-            self._interrupted = found if found.latest < self._changes else None
+        entry = self._find(key)
+        if entry is not None:
+            self._passes.remove(entry)
+            self._interrupted = entry if entry.latest < self._changes else None
 
     def forget(self) -> None:
         """Forget all passes."""
@@ -147,8 +147,8 @@ class ActiveLoaders:
 
     def latest(self) -> tuple[Any, BatchInfo | None]:
         """Return the loader that yielded last, of those under way, and the batch; or None twice."""
-        found = self._latest() if self._with_batch() else None
-        return (None, None) if found is None else (found.loader, found.batch)
+        batch = self._latest() if self._with_batch() else None
+        return (None, None) if batch is None else (batch.loader, batch.batch)
 
     def doubts(self) -> tuple[str, str]:
         """Return why the batch yielded last may not be meant, and what to say if a value misfits.

@@ -77,13 +77,13 @@ def first_with(processes: Processes, holds: bool) -> int | None:
 
 def ranks_with(processes: Processes, holds: bool) -> list[int]:
     """Return, on all processes, the first ones on which something holds: enough to be named."""
-    found: list[int] = []
-    while len(found) < errors.MOST_NAMED:
-        first = first_with(processes, holds and processes.rank not in found)
+    ranks: list[int] = []
+    while len(ranks) < errors.MOST_NAMED:
+        first = first_with(processes, holds and processes.rank not in ranks)
         if first is None:
             break
-        found.append(first)
-    return found
+        ranks.append(first)
+    return ranks
 
 
 def are_alike(processes: Processes, number: int, part: int = 0, parts: int = 1) -> bool:
@@ -279,5 +279,5 @@ def _theirs(report: list[str], rank: int) -> errors.TrainkitError:
 
 
 def _class_of(kind: str) -> type[errors.TrainkitError]:
-    found = getattr(errors, kind, None)
-    return found if found is not None else errors.DistributedError
+    cls = getattr(errors, kind, None)
+    return cls if cls is not None else errors.DistributedError

@@ -42,12 +42,12 @@ def closed_to_strangers() -> Iterator[None]:
 
 def _descriptors() -> list[tuple[str, int]]:
     """Return what the descriptors of this process stand for; sockets have names of their own."""
-    found = []
+    descriptors = []
     with suppress(OSError):
         for number in os.listdir("/proc/self/fd"):
             with suppress(OSError):  # that of the folder itself is gone
-                found.append((os.readlink(f"/proc/self/fd/{number}"), int(number)))
-    return found
+                descriptors.append((os.readlink(f"/proc/self/fd/{number}"), int(number)))
+    return descriptors
 
 
 def _watched(epoll: int) -> list[int]:

@@ -189,9 +189,9 @@ def _check_secret(control: ProcessGroup, world: World) -> None:
         for rank in range(world.size)
     )
     numbers = torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.int64).view(-1, 4)
-    found = numbers[world.rank].clone()
-    torch.distributed.all_reduce(found, group=control)
-    if not torch.equal(found, numbers.sum(0)):
+    smallest = numbers[world.rank].clone()
+    torch.distributed.all_reduce(smallest, group=control)
+    if not torch.equal(smallest, numbers.sum(0)):
         raise DistributedError(
             f"A process that takes part in this job does not know its secret (`{SECRET}`), which "
             "`trainkit launch` gives to all that it starts: a stranger has joined in place of one "

@@ -28,7 +28,7 @@ def part_of(processes: Processes, groups: Sequence[Sequence[int]]) -> Processes:
     mine = next(group for group in groups if processes.rank in group)
     if len(mine) == processes.size:
         return processes
-    found = only_this_process(processes)
+    part = only_this_process(processes)
     if len(mine) > 1:
         backend = collective_backend(processes.device)
         control = _made(processes, groups, "gloo")
@@ -38,10 +38,10 @@ def part_of(processes: Processes, groups: Sequence[Sequence[int]]) -> Processes:
             default=torch.distributed.group.WORLD,
             moving=control if backend == "gloo" else _made(processes, groups, backend),
         )
-        found = Processes(membership, processes.device)
-        atexit.register(found._close_at_exit)
-    found.ranks = mine
-    return found
+        part = Processes(membership, processes.device)
+        atexit.register(part._close_at_exit)
+    part.ranks = mine
+    return part
 
 
 def _made(processes: Processes, groups: Sequence[Sequence[int]], backend: str) -> ProcessGroup:

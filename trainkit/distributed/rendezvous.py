@@ -111,10 +111,10 @@ def _connect(host: str, port: int) -> Store:
     thread = threading.Thread(target=ask, name="rendezvous", daemon=True)
     thread.start()
     thread.join(_ANSWER_SECONDS)
-    found = answers[0] if answers else RuntimeError("what listens there does not answer")
-    if isinstance(found, RuntimeError):
-        raise _not_ours(f"{host}:{port}", _first_line(found))
-    return found
+    answer = answers[0] if answers else RuntimeError("what listens there does not answer")
+    if isinstance(answer, RuntimeError):
+        raise _not_ours(f"{host}:{port}", _first_line(answer))
+    return answer
 
 
 def _claim(store: Store, world: World, where: str) -> None:

@@ -111,9 +111,9 @@ def _check_mergeable(model: Any) -> None:
         "trained tokens": len(auxiliary) > len(wholes),
         "one of two tied embeddings": any(e in wholes or hasattr(e, "base_layer") for e in ends),
     }
-    if found := [reason for reason, holds in reasons.items() if holds]:
+    if parts := [reason for reason, holds in reasons.items() if holds]:
         raise ConfigError(
-            f"`merge=True` cannot merge {found[0]}. Leave `merge` out, and let peft put base and "
+            f"`merge=True` cannot merge {parts[0]}. Leave `merge` out, and let peft put base and "
             "adapter together."
         )
 

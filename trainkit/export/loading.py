@@ -75,7 +75,7 @@ def targets_of(model: nn.Module) -> dict[str, TensorTarget]:
 
     Buffers that are not saved with a model are left out.
     """
-    found: dict[str, TensorTarget] = {}
+    targets: dict[str, TensorTarget] = {}
     known: dict[Hashable, TensorTarget] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, tensor in chain(parameters_of(module).items(), buffers_of(module).items()):
@@ -85,8 +85,8 @@ def targets_of(model: nn.Module) -> dict[str, TensorTarget]:
             full = plain_name(f"{prefix}.{name}" if prefix else name)
             target.names.append(full)
             target.places.append((module, name))
-            found[full] = target
-    return found
+            targets[full] = target
+    return targets
 
 
 _MOST_LISTED = 20
@@ -202,9 +202,9 @@ def dtype_of(dtype: torch.dtype | str | None) -> torch.dtype | None:
     """Return a dtype, also by its name."""
     if dtype is None or isinstance(dtype, torch.dtype):
         return dtype
-    found = getattr(torch, dtype.removeprefix("torch."), None)
-    if not isinstance(found, torch.dtype):
+    named = getattr(torch, dtype.removeprefix("torch."), None)
+    if not isinstance(named, torch.dtype):
         raise ConfigError(
             f'`dtype` must be a dtype of torch or its name, such as "bfloat16", but is {dtype!r}.'
         )
-    return found
+    return named

@@ -43,10 +43,10 @@ def read_pickled(path: Path, allowed: Allowed = (), advice: str = "") -> Any:
     except FileNotFoundError as error:
         raise CheckpointError(f"There is no file `{path}`.", path=path) from error
     except Exception as error:  # whatever a broken or hostile file makes the reader raise
-        found = _GLOBAL.search(str(error))
+        match = _GLOBAL.search(str(error))
         why = "it is no file that `torch.save` wrote, or it is broken"
-        if found is not None:
-            why = f"it asks for `{found[1]}` to be called, which could run any code"
+        if match is not None:
+            why = f"it asks for `{match[1]}` to be called, which could run any code"
         text = f"`{path}` is refused: {why}. {advice}".rstrip()
         raise CheckpointError(text, path=path.parent, file=path.name) from None
 

@@ -194,10 +194,10 @@ def _write_configuration(model: nn.Module, folder: Path) -> None:
     transformers = sys.modules.get("transformers")
     if transformers is None or not isinstance(model, transformers.PreTrainedModel):
         return
-    found: Any = model
-    config = copy.deepcopy(found.config)
+    owner: Any = model
+    config = copy.deepcopy(owner.config)
     config.architectures = [class_name(model)]
-    config.dtype = str(found.dtype).removeprefix("torch.")
+    config.dtype = str(owner.dtype).removeprefix("torch.")
     config.save_pretrained(folder)
-    if found.can_generate() and found.generation_config is not None:
-        found.generation_config.save_pretrained(folder)
+    if owner.can_generate() and owner.generation_config is not None:
+        owner.generation_config.save_pretrained(folder)

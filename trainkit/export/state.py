@@ -53,11 +53,11 @@ def shapes_in(
     saved: Mapping[str, Any], expected: Mapping[str, list[int] | None]
 ) -> dict[str, list[int] | str | None]:
     """Return the shapes in a saved state that are to be compared with those of `shapes_of`."""
-    found: dict[str, list[int] | str | None] = dict.fromkeys(saved)
+    shapes: dict[str, list[int] | str | None] = dict.fromkeys(saved)
     for name, value in saved.items():
         if expected.get(name) is not None:
-            found[name] = list(value.shape) if isinstance(value, Tensor) else "no tensor"
-    return found
+            shapes[name] = list(value.shape) if isinstance(value, Tensor) else "no tensor"
+    return shapes
 
 
 def tensors_of(model: nn.Module, state: Mapping[str, Any] | None = None) -> dict[str, Tensor]:
@@ -71,13 +71,13 @@ def tensors_of(model: nn.Module, state: Mapping[str, Any] | None = None) -> dict
     """
     module = unwrapped(model)
     state = module.state_dict(keep_vars=True) if state is None else state
-    found = {plain_name(name): t for name, t in state.items()}
+    tensors = {plain_name(name): t for name, t in state.items()}
     ignored = set(getattr(module, "_keys_to_ignore_on_save", None) or ())
-    others = [name for name, value in found.items() if not isinstance(value, Tensor)]
+    others = [name for name, value in tensors.items() if not isinstance(value, Tensor)]
     warn_of_others([name for name in others if name not in ignored])
     ignored.update(others)
-    found = {name: value for name, value in found.items() if name not in ignored}
-    empty = [name for name, value in found.items() if value.is_meta and not hasattr(value, READ)]
+    tensors = {name: value for name, value in tensors.items() if name not in ignored}
+    empty = [name for name, value in tensors.items() if value.is_meta and not hasattr(value, READ)]
     if empty:
         raise ConfigError(
             f"{first_few(empty, 5)} of the model have no values: they are on the device `meta`. "
@@ -85,10 +85,10 @@ def tensors_of(model: nn.Module, state: Mapping[str, Any] | None = None) -> dict
         )
     filled = set(getattr(module, "_tied_weights_keys", None) or ())
     names: dict[Hashable, str] = {}
-    for name in sorted(found, key=lambda name: name in filled):
-        names.setdefault(same_memory(found[name]), name)
+    for name in sorted(tensors, key=lambda name: name in filled):
+        names.setdefault(same_memory(tensors[name]), name)
     kept = set(names.values())
-    return {n: v if hasattr(v, READ) else v.detach() for n, v in found.items() if n in kept}
+    return {n: v if hasattr(v, READ) else v.detach() for n, v in tensors.items() if n in kept}
 
 
 def warn_of_others(names: list[str], what: str = "not written") -> None:

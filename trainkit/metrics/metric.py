@@ -56,13 +56,13 @@ class Metric(ABC):
 
 def agreed(name: str, inputs: Iterable[T]) -> T:
     """Return what the parts of the metric `name` get; raise where they get different things."""
-    found = set(inputs)
-    if len(found) != 1:
+    counts = set(inputs)
+    if len(counts) != 1:
         raise ConfigError(
-            f"`{name}` must hold metrics of one kind of input, but has {sorted(found, key=str)}. "
+            f"`{name}` must hold metrics of one kind of input, but has {sorted(counts, key=str)}. "
             "Pass those of each kind by themselves."
         )
-    return found.pop()
+    return counts.pop()
 
 
 @contextmanager

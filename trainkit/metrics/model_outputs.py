@@ -86,8 +86,8 @@ class Reading:
         if what == "values":
             return scores
         is_read = isinstance(scores, Tensor) and scores.is_floating_point()
-        found = self._convention(scores, references) if is_read else _VALUES
-        if found is _VALUES:
+        convention = self._convention(scores, references) if is_read else _VALUES
+        if convention is _VALUES:
             is_whole = isinstance(scores, Tensor) and not is_read
             if what == "predictions" or (what == "classes" and is_whole):
                 # One value for each reference; else `predictions - references` would broadcast.
@@ -95,11 +95,11 @@ class Reading:
                 return scores.squeeze(-1) if is_column and scores.shape[-1] == 1 else scores
             raise _undecided(scores, references, "they are values, not scores of classes")
         if what == "probabilities":
-            if found.activation is None:
+            if convention.activation is None:
                 raise _undecided(scores, references, "they may be logits or probabilities")
-            return found.activation(scores.float() if scores.itemsize < 4 else scores)
-        alone = found.axis is None
-        classes = (scores > found.threshold).long() if alone else scores.argmax(found.axis)
+            return convention.activation(scores.float() if scores.itemsize < 4 else scores)
+        axis = convention.axis
+        classes = (scores > convention.threshold).long() if axis is None else scores.argmax(axis)
         if what == "predictions" and getattr(references, "shape", classes.shape) != classes.shape:
             why = f"classes would have the shape {[*classes.shape]}"
             raise _undecided(scores, references, why, _SOFT)
@@ -115,8 +115,8 @@ class Reading:
         if "scores" not in outputs:
             return "predictions", self.require(outputs, "predictions")
         scores = outputs["scores"]
-        found = self(uses, scores, outputs.get("references"))
-        return ("scores" if found is scores else uses), found
+        values = self(uses, scores, outputs.get("references"))
+        return ("scores" if values is scores else uses), values
 
     @staticmethod
     def require(outputs: Mapping[str, Any], name: str) -> Any:
@@ -139,42 +139,42 @@ class Reading:
         own = _RETURNED[asked]
         if own not in outputs and "scores" in outputs:
             return self(asked, outputs["scores"], outputs.get("references"))
-        found = self.require(outputs, own if own in outputs or asked != "raw" else "predictions")
-        if asked == "classes" and isinstance(found, Tensor) and found.is_floating_point():
+        values = self.require(outputs, own if own in outputs or asked != "raw" else "predictions")
+        if asked == "classes" and isinstance(values, Tensor) and values.is_floating_point():
             raise DataError(
-                f"`evaluation_step` returned `predictions` of {found.dtype}, which are no "
+                f"`evaluation_step` returned `predictions` of {values.dtype}, which are no "
                 "classes. Return classes, or what the model returns as `scores`; or ask for "
                 '`outputs="raw"`.'
             )
-        return found
+        return values
 
     def known(self, scores: Tensor) -> _Convention | None:
         """Return how the loss takes scores; None where the loss does not say it."""
         return self._known if self._config is None else _of_transformers(self._config, scores)
 
     def _convention(self, scores: Tensor, references: Any) -> _Convention:
-        found = self.known(scores)
-        if found is None:
+        convention = self.known(scores)
+        if convention is None:
             if self._first is None:
                 self._first = self._agreed(scores, references)
-            found = _of_shapes(scores, references, self._first)
-        if found.axis is not None and (scores.dim() < 2 or scores.shape[found.axis] == 1):
+            convention = _of_shapes(scores, references, self._first)
+        if convention.axis is not None and (scores.dim() < 2 or scores.shape[convention.axis] == 1):
             raise _undecided(scores, references, _ONE_NUMBER)
-        return found
+        return convention
 
     def _agreed(self, scores: Tensor, references: Any) -> _Convention:
         """Return what the first batch of each process tells; every process calls it."""
-        error, found = None, len(_TOLD)
+        error, index = None, len(_TOLD)
         try:
             told = _of_shapes(scores, references)
             if told is _VALUES and bool((references * (1 - references) == 0).all()):
                 raise _undecided(scores, references, _ONE_NUMBER)
-            found = _TOLD.index(told)
+            index = _TOLD.index(told)
         except DataError as undecided:
             error = undecided
-        found = self._smallest(found)
-        if found < len(_TOLD):
-            return _TOLD[found]
+        index = self._smallest(index)
+        if index < len(_TOLD):
+            return _TOLD[index]
         assert error is not None
         raise error
 
@@ -190,8 +190,8 @@ def _of_loss(loss_fn: Any) -> _Convention | None:
     forward = getattr(type(loss_fn), "forward", loss_fn)  # of a subclass it may be another
     if forward in (nn.PoissonNLLLoss.forward, functional.poisson_nll_loss):
         return _LOGS if given.get("log_input", getattr(loss_fn, "log_input", True)) else _VALUES
-    found = (row[0] for row in _LOSSES if forward is row[1].forward or forward is row[2])
-    return next(found, None)
+    conventions = (row[0] for row in _LOSSES if forward is row[1].forward or forward is row[2])
+    return next(conventions, None)
 
 
 def _of_transformers(config: Any, scores: Tensor) -> _Convention:

@@ -89,8 +89,8 @@ def _way(buffers: "_Buffers", method: bool | str) -> tuple[Callable[..., Any], d
         return first, _Again(first)
 
     own = contexts if buffers.names or forgets_random_state() else None
-    run, found = (checkpoint, own) if method is True else ask("recomputation")(method, own)
-    return run, {"use_reentrant": False, **({} if found is None else {"context_fn": found})}
+    run, options = (checkpoint, own) if method is True else ask("recomputation")(method, own)
+    return run, {"use_reentrant": False, **({} if options is None else {"context_fn": options})}
 
 
 class _Buffers:

@@ -59,7 +59,7 @@ def _by_default(model: nn.Module) -> dict[str, nn.Module]:
 
 def _repeated(model: nn.Module) -> dict[str, nn.Module]:
     """Return the children of the largest list whose children with parameters are of one class."""
-    largest, found = 0, {}
+    largest, repeated = 0, {}
     for prefix, container in model.named_modules():
         if not isinstance(container, nn.ModuleList | nn.Sequential):
             continue
@@ -68,8 +68,8 @@ def _repeated(model: nn.Module) -> dict[str, nn.Module]:
             continue
         if _size(container) > largest:
             largest = _size(container)
-            found = {f"{prefix}.{n}" if prefix else n: child for n, child in children.items()}
-    return found
+            repeated = {f"{prefix}.{n}" if prefix else n: child for n, child in children.items()}
+    return repeated
 
 
 def _size(module: nn.Module) -> int:

@@ -20,11 +20,11 @@ _NOT_DRIVEN = ("offload", "zenflow", "mics_", "hpz_", "quantized_", "muon")
 
 def read_config(given: Any) -> dict[str, Any]:
     """Return the configuration of a mapping or a JSON file, without what is switched off."""
-    found = {key: value for key, value in read_json(given).items() if not _is_off(value)}
-    zero = dict(found.get("zero_optimization", {}))
+    config = {key: value for key, value in read_json(given).items() if not _is_off(value)}
+    zero = dict(config.get("zero_optimization", {}))
     # "auto" leaves what it is to DeepSpeed here.
     zero = {key: value for key, value in zero.items() if value != "auto" and not _is_off(value)}
-    if unknown := [key for key in found if key not in _KNOWN]:
+    if unknown := [key for key in config if key not in _KNOWN]:
         raise ConfigError(
             f"{quoted(unknown)} of the DeepSpeed configuration would have no effect: the loop is "
             "trainkit's, and DeepSpeed reduces gradients. Leave it out."
@@ -35,7 +35,7 @@ def read_config(given: Any) -> dict[str, Any]:
             "updates are those of your optimizer, on the device. Leave it out; to keep parameters "
             "and their state in the memory of the CPU, pass `strategy=FSDP(cpu_offload=True)`."
         )
-    return found | {"zero_optimization": zero}
+    return config | {"zero_optimization": zero}
 
 
 def read_json(given: Any) -> dict[str, Any]:

@@ -45,8 +45,8 @@ class MeshLayout:
                 first = first.narrow(dim, 0, 1).expand_as(first)
         holders = first.flatten().tolist()
         rows = self.parallel(ranks)
-        found = {row[i]: rows[0][holder] for row in rows for i, holder in enumerate(holders)}
-        return tuple(found[rank] for rank in range(size))
+        first_holder = {row[i]: rows[0][holder] for row in rows for i, holder in enumerate(holders)}
+        return tuple(first_holder[rank] for rank in range(size))
 
     def parallel(self, ranks: Sequence[int]) -> list[list[int]]:
         """Return the processes of a mesh, and of all that lie beside it, the first one first."""
@@ -68,8 +68,8 @@ def find_layout(model: nn.Module, processes: Processes) -> MeshLayout:
     """
     size, name = processes.size, class_name(model)
     data, tensor = run_on_all(processes, lambda: _own_groups(model, size))
-    found = processes.all_gather_objects([[*data], [*tensor]])
-    groups = _partition([tuple(each[0] or each[1]) for each in found], size, name)
+    layouts = processes.all_gather_objects([[*data], [*tensor]])
+    groups = _partition([tuple(each[0] or each[1]) for each in layouts], size, name)
     others = tuple(zip(*groups, strict=True))
     layout = MeshLayout(groups, others) if data else MeshLayout(others, groups)
     run_on_all(processes, lambda: _note_first(model, layout))
@@ -79,17 +79,17 @@ def find_layout(model: nn.Module, processes: Processes) -> MeshLayout:
 def _own_groups(model: nn.Module, size: int) -> tuple[Ranks, Ranks]:
     """Return the data group of this process, else its tensor group; the other one is empty."""
     by_data = sorted({_ranks(mesh) for mesh, _ in sharded_groups(model)}, key=len)
-    found = by_data or sorted({_ranks(mesh) for _, mesh in _meshes(model)}, key=len)
-    if not found and size == 1:
+    groups = by_data or sorted({_ranks(mesh) for _, mesh in _meshes(model)}, key=len)
+    if not groups and size == 1:
         return (0,), ()
-    if not found:
+    if not groups:
         raise ConfigError(
             f'`strategy="model_parallel"` trains a model that is parallel already, but the '
             f"parameters of `{class_name(model)}` are whole on every process. Make it parallel "
             "first (`parallelize_module`, `fully_shard`, or `distributed_config` of "
             '`from_pretrained`), or use `strategy="ddp"` or `"fsdp"`.'
         )
-    *others, largest = found
+    *others, largest = groups
     if any(not {*each} <= {*largest} for each in others):
         raise ConfigError(
             f"`{class_name(model)}` lies on meshes that do not fit together: one of the processes "

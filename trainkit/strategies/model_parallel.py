@@ -312,8 +312,8 @@ class ModelParallel(ShardedStrategy):
             high, low = (self._group.all_reduce(own.clone(), op) for op in ("max", "min"))
             largest = torch.maximum(high.abs(), low.abs()).max()
             flags.append(((high - low).max() > tolerance * largest).int())
-        found = self.processes.all_reduce(torch.stack(flags).cpu(), "max").tolist()
-        return [name for name, flag in zip(whole, found[1:], strict=False) if flag]
+        flagged = self.processes.all_reduce(torch.stack(flags).cpu(), "max").tolist()
+        return [name for name, flag in zip(whole, flagged[1:], strict=False) if flag]
 
     def _compare_inputs(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         """Raise, on all processes, where a tensor group has not the same batch; once."""

@@ -160,14 +160,14 @@ class ZeroParts:
 
     def gradients(self, parameters: Iterable[Any]) -> list[Tensor]:
         """Return the gradients of some parameters, of those that are reduced what lies here."""
-        found = []
+        gradients = []
         for p in parameters:
             piece = self._pieces.get(p)
             if p.grad is not None and p not in self._left:
-                found.append(p.grad)
+                gradients.append(p.grad)
             elif piece is not None and piece.flat.grad is not None:
-                found.append(piece.of(piece.flat.grad))
-        return found
+                gradients.append(piece.of(piece.flat.grad))
+        return gradients
 
     def _step(self) -> None:
         """Update, in place of the step of the user's optimizer."""
@@ -197,12 +197,12 @@ class ZeroParts:
         """
         for flat, pieces in self._flats:
             for piece in pieces if self.updating.state.get(flat) else ():
-                found = {  # a count of steps, too, is one of each parameter
+                state = {  # a count of steps, too, is one of each parameter
                     key: _whole(processes, piece, v) if _is_like(v, flat) else deepcopy(v)
                     for key, v in self.updating.state[flat].items()
                 }
                 if processes.is_main:
-                    self._optimizer.state[piece.parameter] = found
+                    self._optimizer.state[piece.parameter] = state
         self._is_whole = True
         try:
             yield
@@ -289,13 +289,13 @@ def _cut(flat: Tensor, pieces: list[_Piece], saved: Mapping[Tensor, Any]) -> dic
             "ZeRO has one state for all parameters of a group, but only some have one in this "
             "checkpoint, or another one. Go on with the strategy that made it."
         )
-    found: dict[str, Any] = {}
+    state: dict[str, Any] = {}
     for key, first in saved[pieces[0].parameter].items():
         each = [(piece, saved[piece.parameter][key]) for piece in pieces]
         if key == "step" or not all(_is_like(value, p.parameter) for p, value in each):
-            found[key] = deepcopy(first)
+            state[key] = deepcopy(first)
             continue
-        found[key] = torch.zeros_like(flat, dtype=first.dtype)
+        state[key] = torch.zeros_like(flat, dtype=first.dtype)
         for piece, value in each:
-            piece.of(found[key]).copy_(piece.of_whole(value))
-    return found
+            piece.of(state[key]).copy_(piece.of_whole(value))
+    return state

@@ -72,13 +72,13 @@ class CallbackList:
     @property
     def alike(self) -> dict[str, dict[str, Any]]:
         """What all processes must have alike: settings by the name of the callback, or its kind."""
-        found = {}
+        by_key = {}
         for each in self.callbacks:
             if each.alike is not None:
                 # A process may do more with one, in a class of its own.
                 kind = next(kind.__name__ for kind in type(each).mro() if "alike" in vars(kind))
-                found[each._name or kind] = {name: getattr(each, name) for name in each.alike}
-        return found
+                by_key[each._name or kind] = {name: getattr(each, name) for name in each.alike}
+        return by_key
 
     def names(self, hook: str) -> list[str]:
         """Return the names of the callbacks that override `hook`, in the order they run in."""

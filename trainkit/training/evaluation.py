@@ -97,8 +97,8 @@ class Evaluator:
             means = sums.reduce(self.communicator.data_processes)
             weight = means.pop(_LOSS_WEIGHT, 1.0)
             if terms := [name for name in means if name.startswith(_LOSS_TERM)]:
-                found = {name.removeprefix("\0"): means.pop(name) for name in terms}
-                means |= {"loss": sum(found.values()), **found}
+                loss_terms = {name.removeprefix("\0"): means.pop(name) for name in terms}
+                means |= {"loss": sum(loss_terms.values()), **loss_terms}
             values = _all_values(metrics, means, weight)
             if metrics:  # what draws, or sums in any order, differs by process
                 values = self.communicator.processes.broadcast_object(values)

@@ -29,14 +29,14 @@ def finiteness(run: Run) -> dict[str, Any]:
     if run.checkpoints.saver.non_finite == "allow" or _is_finite(run):
         return {}
     step = run.state.step
-    found = f"parameters or the loss of step {step} are not finite"
+    broken = f"parameters or the loss of step {step} are not finite"
     if run.checkpoints.saver.non_finite == "raise":
         process = run.strategy.processes.rank
-        raise NonFiniteError(f"Nothing is saved: {found}. {_ADVICE}", step=step, process=process)
+        raise NonFiniteError(f"Nothing is saved: {broken}. {_ADVICE}", step=step, process=process)
     if not run.checkpoints.saver.has_warned:
         run.checkpoints.saver.has_warned = True
         run.print(
-            f"trainkit: {found}. Such checkpoints are marked; the newest one without the mark "
+            f"trainkit: {broken}. Such checkpoints are marked; the newest one without the mark "
             f"stays, and is what a resume takes. {_ADVICE}"
         )
     return {"finite": False}

@@ -311,8 +311,8 @@ def _reduced(processes: Processes, packet: _Packet) -> Scalars:
         numbers = processes.all_reduce(
             torch.stack([numbers.masked_fill(absent, -torch.inf), absent.double()]), "max"
         )
-        found = numbers[0].masked_fill(numbers[1] > 0, torch.nan).tolist()
-        reduced |= {name: ("max", value, 1.0) for name, value in zip(largest, found, strict=True)}
+        values = numbers[0].masked_fill(numbers[1] > 0, torch.nan).tolist()
+        reduced |= {name: ("max", value, 1.0) for name, value in zip(largest, values, strict=True)}
     return _combined([reduced])
 
 

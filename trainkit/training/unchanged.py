@@ -97,19 +97,19 @@ def _restore(now: MutableMapping[Any, Any], before: dict[Any, Any]) -> None:
 
 def _owners(roots: Iterable[object]) -> list[Any]:
     """Return the objects that have attributes, and what is in these, each once."""
-    found: dict[int, Any] = {}
+    owners: dict[int, Any] = {}
     modules = (m for root in roots if isinstance(root, nn.Module) for m in root.modules())
     waiting = [*roots, outside_of([*roots, *modules])]
     while waiting:
         owner = waiting.pop()
-        if id(owner) in found or not hasattr(owner, "__dict__"):
+        if id(owner) in owners or not hasattr(owner, "__dict__"):
             continue
-        found[id(owner)] = owner
+        owners[id(owner)] = owner
         for value in [*_space(owner).values()]:
             members = value.values() if isinstance(value, dict) else value
             inside = members if isinstance(value, dict | list | tuple) else (value,)
             waiting += [each for each in inside if isinstance(each, nn.Module) or _is_object(each)]
-    return list(found.values())
+    return list(owners.values())
 
 
 def _space(owner: Any) -> MutableMapping[Any, Any]:

@@ -396,13 +396,13 @@ def parse(output: object) -> tuple[Tensor, Tensor | float | None]:
         loss = output.get("loss")
         if isinstance(loss, Tensor):
             return loss, output.get("weight")
-    found = f"a {type(output).__name__!r}"
+    what = f"a {type(output).__name__!r}"
     if isinstance(output, Mapping):
-        found = f"a mapping with the keys {sorted(map(str, output))}"
+        what = f"a mapping with the keys {sorted(map(str, output))}"
     raise ConfigError(
         "`training_step` must return the loss as a tensor, a mapping with the tensor `loss`, "
         "`StepOutput(loss, weight)`, or a mapping from the names of several terms to one of these "
-        f"each, but returned {found}. For a model that computes no loss by itself, pass `loss_fn` "
+        f"each, but returned {what}. For a model that computes no loss by itself, pass `loss_fn` "
         "to `fit` or override `training_step`."
     )
 

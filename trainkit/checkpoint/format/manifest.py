@@ -74,8 +74,8 @@ class Manifest:
     @property
     def metrics(self) -> dict[str, float]:
         """Return what its evaluation gave, as far as that is numbers."""
-        found = self.metadata.get("metrics")
-        values = found if isinstance(found, dict) else {}
+        logged = self.metadata.get("metrics")
+        values = logged if isinstance(logged, dict) else {}
         return {
             name: value
             for name, value in values.items()
@@ -89,10 +89,10 @@ class Manifest:
 
     def sizes(self) -> Counter[str]:
         """Return the names and bytes of the files in the folder, but for the manifest."""
-        found: Counter[str] = Counter()
+        sizes: Counter[str] = Counter()
         for name, info in self.files.items():
-            found[info.pack or name] += info.bytes
-        return found
+            sizes[info.pack or name] += info.bytes
+        return sizes
 
     def encode(self) -> bytes:
         """Return the content of `manifest.json`."""

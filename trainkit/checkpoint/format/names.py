@@ -54,8 +54,8 @@ def is_of_one_process(file: str) -> bool:
 
 def owner_of(file: str) -> int | None:
     """Return which process wrote a file, by its name; None for what all have alike."""
-    found = _OWNED.fullmatch(part_of(file))
-    return None if found is None else int(found[1])
+    match = _OWNED.fullmatch(part_of(file))
+    return None if match is None else int(match[1])
 
 
 def tensor_name(keys: Iterable[object], taken: Collection[str]) -> str:

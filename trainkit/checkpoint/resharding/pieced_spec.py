@@ -51,11 +51,11 @@ class PiecedSpec(ShardingSpec):
         return [region for region, _ in self._pieces(coords)]
 
     def _pieces(self, coords: Any) -> list[tuple[ShardRegion, tuple[slice, ...]]]:
-        found = []
+        pieces = []
         for stretches in product(*map(_stretches, self._held(coords))):
             begins, sizes, slices = zip(*stretches, strict=True)
-            found.append((ShardRegion(begins, sizes), slices))
-        return found
+            pieces.append((ShardRegion(begins, sizes), slices))
+        return pieces
 
     def _held(self, coords: Any) -> "list[Tensor]":
         """Return the indices in each dimension of what a process holds, by its coordinates."""

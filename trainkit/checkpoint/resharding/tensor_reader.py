@@ -100,10 +100,10 @@ class TensorReader:
                 continue
             info = self.header(part).tensors.get(stored.name)
             if info is None or (info.dtype, info.shape) != (stored.dtype, shard.sizes):
-                found = "is missing" if info is None else f"is {info.dtype} {list(info.shape)}"
+                actual = "is missing" if info is None else f"is {info.dtype} {list(info.shape)}"
                 file = part + TENSOR_SUFFIX
                 wanted = f"{stored.dtype} {list(shard.sizes)}"
-                why = f": `{stored.name}` {found}, but {wanted} is expected"
+                why = f": `{stored.name}` {actual}, but {wanted} is expected"
                 raise broken(self._path, file, why)
 
     def read(self, jobs: Iterable[ReadJob], *, hashed: bool = True) -> None:
@@ -266,13 +266,13 @@ class PartReader:
             hashed=hashed,
         )
         # One after the other: what lies in another order is held twice for a moment.
-        found: dict[Any, Tensor] = {
+        tensors: dict[Any, Tensor] = {
             wanted: wanted.finished(targets.pop(wanted)) for wanted in self._wanted
         }
-        found |= {name: found[wanted] for name, wanted in self._named.items()}
+        tensors |= {name: tensors[wanted] for name, wanted in self._named.items()}
         for index, (node, spec) in enumerate(self._cuts):
-            found[index] = spec.cut(decode(node, found))
-        return decode(resolved, found)
+            tensors[index] = spec.cut(decode(node, tensors))
+        return decode(resolved, tensors)
 
     def _resolve(self, node: Any, like: Any) -> Any:
         """Return a node in which tensors are named by what is wanted of them."""

@@ -232,8 +232,8 @@ class Attributes:
         """
         if self._streams:
             self._at_start = {}
-            found = self.state_dict()
-            now = {name: found.get(name, {}) for name in found if self._is_of_stream(name)}
+            state = self.state_dict()
+            now = {name: state.get(name, {}) for name in state if self._is_of_stream(name)}
             self._at_start = copy.deepcopy({key: {} for key in self._streams} | now)
         if self._drawn.is_needed and not goes_on:
             self._note_drawn()
@@ -257,22 +257,22 @@ class Attributes:
 
     def state_dict(self) -> Entries:
         """Return what has changed."""
-        found: Entries = {}
+        changed: Entries = {}
         for name, owner, values, marks in self._looked_at():
             before, loaded = self._before.get(name, {}), self._loaded.get(name, {})
-            found[name] = self._changed(name, values, marks)
-            found[_ORDER + name] = self._drawn.saved(name, marks)
+            changed[name] = self._changed(name, values, marks)
+            changed[_ORDER + name] = self._drawn.saved(name, marks)
             was_held = before.keys() | loaded.keys() | ({STATE} if has_state(owner) else set())
             for key, value in values.items():
                 if key not in marks:
                     if source := self._source_of(value, f"{name}.{key}"):
-                        found[name][key] = {"copy": source}
+                        changed[name][key] = {"copy": source}
                     self._tell_lost(f"{name}.{key}", value, was_held=key in was_held)
             if not isinstance(owner, _NO_OBJECTS):
                 gone = {key for key in before if key.isidentifier() and key not in values}
-                found[name] |= {key: {"gone": True} for key in gone}
-        found |= self._at_start
-        return {name: entries for name, entries in found.items() if entries}
+                changed[name] |= {key: {"gone": True} for key in gone}
+        changed |= self._at_start
+        return {name: entries for name, entries in changed.items() if entries}
 
     def _changed(
         self, name: str, values: Mapping[str, Any], marks: Mapping[str, Mark]
@@ -426,11 +426,11 @@ class Attributes:
                     continue  # the list holds it
                 path = f"{name}.{key}".lstrip(".")
                 if isinstance(value, nn.Module):
-                    found = [*value.named_modules(prefix=path)]
+                    named = [*value.named_modules(prefix=path)]
                 else:
                     own = self._names.get(id(value), (None, None))[0]
-                    found = [(own or (f"{path}'" if path in taken else path), value)]
-                for path, each in found:
+                    named = [(own or (f"{path}'" if path in taken else path), value)]
+                for path, each in named:
                     if id(each) not in seen:
                         seen.add(id(each))
                         waiting.append((path, each))

@@ -83,10 +83,10 @@ class RunState:
 
     def as_part(self) -> dict[str, Any]:
         """Return what is saved."""
-        found = {one.name: getattr(self, one.name) for one in fields(self)}
+        values = {one.name: getattr(self, one.name) for one in fields(self)}
         if self.optimizers is None:
-            del found["optimizers"]
-        return found
+            del values["optimizers"]
+        return values
 
 
 _SUM = (one_of("mean", BY_PROCESS, "sum", "max", "last"), float, float)

@@ -36,9 +36,9 @@ class DrawnOrder:
 
     def note(self, owners: Iterable[tuple[str, Mapping[str, Mark], dict[str, Any]]]) -> None:
         """Note marks and saved values of samplers and data sets before an order is drawn."""
-        found = [*owners]
-        self._marks = {name: marks for name, marks, _ in found}
-        self._entries = copy.deepcopy({name: entries for name, _, entries in found})
+        noted = [*owners]
+        self._marks = {name: marks for name, marks, _ in noted}
+        self._entries = copy.deepcopy({name: entries for name, _, entries in noted})
 
     def saved(self, name: str, marks: Mapping[str, Mark]) -> dict[str, Any]:
         """Return what was noted of an owner, if that is another by now."""

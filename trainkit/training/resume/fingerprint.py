@@ -152,13 +152,13 @@ def overruled_settings(saved: Sequence[Mapping[str, Any]], run: Run) -> list[str
     names = dict.fromkeys(_given_settings(run.optimizer))
     if run.lr_schedule is not None:
         names = dict.fromkeys(["initial_lr", *(n for n in names if n not in _SCHEDULED)])
-    found = {
+    overruled = {
         f"`{name}` {was} (given: {given})": None
         for old, new in zip(saved, run.optimizer.param_groups, strict=False)
         for name in names
         if (was := _numbers(old.get(name))) and (given := _numbers(new.get(name))) and was != given
     }
-    return list(found)
+    return list(overruled)
 
 
 def _given_settings(optimizer: Optimizer) -> list[str]:

@@ -53,23 +53,23 @@ def trace_of(value: Any) -> Any:
         return len(value), None if issubclass(kind, set) else hash(tuple(held))
     if not (_is_of_library(value) or hasattr(kind, "tobytes")):
         return None
-    found, waiting, seen = list[Any](), [value], set[int]()
+    trace, waiting, seen = list[Any](), [value], set[int]()
     for each in islice(waiting, _MOST_OBJECTS):  # it grows
         if isinstance(each, Tensor):
-            found.append((id(each), None if each.is_inference() else each._version))
+            trace.append((id(each), None if each.is_inference() else each._version))
         elif hasattr(type(each), "tobytes"):
             of_objects = getattr(getattr(each, "dtype", None), "hasobject", False)
             is_read = getattr(each, "nbytes", 0) <= _LARGEST and not of_objects
-            found.append(blake2b(each.tobytes()).digest() if is_read else id(each))
+            trace.append(blake2b(each.tobytes()).digest() if is_read else id(each))
         elif is_generator(each):
-            found.append(repr(state_of(each)))
+            trace.append(repr(state_of(each)))
         elif id(each) not in seen:
             seen.add(id(each))
             inner = vars(each) if _is_of_library(each) else each
             inner = inner.values() if type(inner) is dict else inner
             if type(inner) in (list, tuple) or inner is not each:
                 waiting += [x for x in islice(inner, _MOST_OBJECTS) if type(x) not in SCALARS]
-    return found or None
+    return trace or None
 
 
 def _is_of_library(value: Any) -> bool:

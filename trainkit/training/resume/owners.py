@@ -154,17 +154,17 @@ def is_others(value: Any) -> bool:
 
 def of_callbacks(callbacks: Iterable[Any]) -> dict[str, Any]:
     """Return callbacks of users' classes without a state of their own, and all metrics, by name."""
-    found: dict[str, Any] = {}
+    owners: dict[str, Any] = {}
     for each in callbacks:
         # A `MainProcess` stands for the one inside.
         one: Any = each if is_users(type(each)) else getattr(each, "callback", None)
         saves = getattr(getattr(one, "state_dict", None), "__func__", None)
         if saves is not None and is_users(type(one)) and not is_users(saves):
-            found[one.name] = one
+            owners[one.name] = one
         held = getattr(each, "metrics", ())
         if isinstance(held, list):
-            found |= {f"metric {m.name}": m for m in held if isinstance(m, Metric)}
-    return found
+            owners |= {f"metric {m.name}": m for m in held if isinstance(m, Metric)}
+    return owners
 
 
 def functions_in(objects: Iterable[Any]) -> list[Any]:
@@ -174,8 +174,8 @@ def functions_in(objects: Iterable[Any]) -> list[Any]:
     called = [each for value in held if isinstance(value, dict) for each in value.values()]
     called += [each for value in held if isinstance(value, list) for each in value]
     inner = [each for each in called if isinstance(each, LRScheduler)]
-    found = [each for each in called if isinstance(each, _FUNCTIONS)]
-    return found + (functions_in(inner) if inner else [])
+    functions = [each for each in called if isinstance(each, _FUNCTIONS)]
+    return functions + (functions_in(inner) if inner else [])
 
 
 def beside(objects: Iterable[Any]) -> dict[str, "Beside"]:

@@ -80,15 +80,15 @@ def restore(
         with ask("on_this_machine")(Path(folder), processes, mirror, sharded=sharded) as here:
             return _load(run, callbacks, here, present, schedule)
 
-    found = first_verified(
+    verified = first_verified(
         processes,
         folders,
         load,
         (lambda why: run.print(f"Skipped: {why}")) if resume in ("auto", "must") else None,
     )
-    if found is None:
+    if verified is None:
         return
-    folder, loaded = found
+    folder, loaded = verified
     if resume in ("auto", "must"):
         run.print(f"trainkit: resuming from `{folder}` (step {loaded.checkpoint.step}).")
     metadata = loaded.checkpoint.manifest.metadata
@@ -253,8 +253,8 @@ def check_model_form(checkpoint: Checkpoint, part: str, saved: Any, module: nn.M
         state = module.state_dict()
         dtypes = {n: v.dtype for n, v in state.items() if n in saved and isinstance(v, Tensor)}
         check_form(saved, dict.fromkeys(dtypes, Tensor))
-    found = {name: saved[name].dtype for name in dtypes}
-    refuse(checkpoint.path, changes("entry of the model's state", "dtype", found, dtypes))
+    saved_dtypes = {name: saved[name].dtype for name in dtypes}
+    refuse(checkpoint.path, changes("entry of the model's state", "dtype", saved_dtypes, dtypes))
 
 
 def _check_weights(

@@ -78,11 +78,11 @@ def _find(which: str | Path, output_dir: Path | None) -> Path:
         with suppress(CheckpointError):
             output_dir = folder_of_run(output_dir, "must")  # the newest of a trainer with `new_run`
         entries = of_run(fetched(output_dir))
-    metric, found = best_of(entries)
+    metric, candidates = best_of(entries)
     if which == "last":
-        found = [entry for entry in entries if entry.manifest.is_resumable][-1:]
-    if found:
-        return found[0].path
+        candidates = [entry for entry in entries if entry.manifest.is_resumable][-1:]
+    if candidates:
+        return candidates[0].path
     held = [entry.path.name for entry in entries]
     why = f"no `{metric}` of {held} is a number"
     if not metric:

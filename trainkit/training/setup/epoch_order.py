@@ -93,12 +93,12 @@ def _run_to(digest: str, epoch: int, run: Run) -> str:
     """Let the sampler run until it gives the order of an epoch; return why it does not."""
 
     def draw() -> str | None:
-        found = None
+        drawn = None
         with suppress(Exception):  # one that is not ready raises again later
-            found = run.train_loader.order_digest(epoch, run.config.gradient_accumulation_steps)
-        if found != digest:
+            drawn = run.train_loader.order_digest(epoch, run.config.gradient_accumulation_steps)
+        if drawn != digest:
             run.train_loader.forget_order()
-        return found
+        return drawn
 
     return run_to(digest, epoch + 1, draw)
 
