@@ -297,3 +297,22 @@ def test_what_is_kept_is_explained() -> None:
         "Saves every epoch and at the last step; keeps the newest, the best 3 by eval/loss (min, "
         "weights alone); training waits meanwhile."
     )
+
+
+def test_a_run_that_went_back_goes_on_from_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saving = partial(Checkpoint, keep_last=None, keep_best=TOLD)
+    train(tmp_path, saving(), values=(1.0, 2.0, 9.0, 9.0))
+    back = tmp_path / "checkpoints" / "step-00000008"
+    capsys.readouterr()
+    _, _, result = train(tmp_path, saving(), values=(1.0, 2.0, 3.0), resume=back)
+    assert (result.best_step, result.best_value) == (12, 3.0)  # not what was left
+    assert "[12, 16]" in capsys.readouterr().out
+    assert steps(tmp_path) == [16, 4, 8, 12]
+    _, _, last = train(
+        tmp_path, Checkpoint(keep_last=2), values=(1.0, 2.0, 3.0, 4.0, 0.0), resume="auto"
+    )
+    assert "(step 12)" in capsys.readouterr().out
+    assert last.step == 20
+    assert steps(tmp_path) == [16, 20]

@@ -68,7 +68,17 @@ def candidates(
 ) -> Iterator[str | None]:
     """Yield the folders to resume from, the newest first, and at last None; for process 0."""
     if resume not in ("auto", "must"):
-        yield str(fetched(Path(resume)))
+        from trainkit.checkpoint.listing import committed, on_the_way
+
+        path = fetched(Path(resume))
+        found = committed(path.parent) if output_dir == path.parent.parent else []
+        step = next((entry.step for entry in found if entry.path == path), None)
+        if later := [e.step for e in on_the_way(found) if step is not None and e.step > step]:
+            report(
+                f"trainkit: the run goes back to step {step}. From its next save on, "
+                f'`resume="auto"` and the best pass over its later checkpoints {later}.'
+            )
+        yield str(path)
         return
     if output_dir is None:
         raise ConfigError(

@@ -1,7 +1,7 @@
 """Which checkpoints a directory holds."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,7 +40,7 @@ def folders(directory: Path) -> list[Path]:
 
 
 def committed(directory: Path) -> list[Entry]:
-    """Return the checkpoints in a directory by step, the newest last.
+    """Return the checkpoints in a directory as `in_order` does.
 
     A folder without a valid manifest is none (rule 24).
     """
@@ -51,7 +51,25 @@ def committed(directory: Path) -> list[Entry]:
         except CheckpointError:
             continue
         entries.append(Entry(path, manifest.step, manifest))
-    return sorted(entries, key=lambda entry: (entry.step, entry.manifest.revision))
+    return in_order(entries)
+
+
+def in_order(entries: Iterable[Entry]) -> list[Entry]:
+    """Return checkpoints by step, the newest last; before them those that a run left."""
+    found = sorted(entries, key=lambda entry: (entry.step, entry.manifest.revision))
+    kept = {entry.path for entry in on_the_way(found)}
+    return sorted(found, key=lambda entry: entry.path in kept)
+
+
+def on_the_way(entries: Sequence[Entry]) -> list[Entry]:
+    """Return, in their order, those that the newest one came after, and itself."""
+    way: list[Entry] = []
+    for entry in sorted(entries, key=lambda entry: entry.manifest.age):
+        while way and way[-1].step > entry.step:
+            way.pop()
+        way.append(entry)
+    kept = {entry.path for entry in way}
+    return [entry for entry in entries if entry.path in kept]
 
 
 def of_run(directory: Path) -> list[Entry]:

@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol
 
 from trainkit.basics.config import check_whole
 from trainkit.checkpoint.checkpoint import verify
-from trainkit.checkpoint.listing import Entry
+from trainkit.checkpoint.listing import Entry, in_order, on_the_way
 from trainkit.checkpoint.store import CheckpointStore
 from trainkit.errors import CheckpointError, ConfigError
 
@@ -20,7 +20,7 @@ class Retention(Protocol):
     """Chooses what stays; what `rotate` protects stays in any case."""
 
     def keep(self, entries: Sequence[Entry]) -> set[int]:
-        """Return the steps to keep of `entries`, which are in order of their steps."""
+        """Return the steps to keep of `entries`, of which the last is the newest."""
         ...
 
 
@@ -49,12 +49,12 @@ class KeepPolicy:
 
     def keep(self, entries: Sequence[Entry]) -> set[int]:
         """Return the steps to keep."""
-        steps = sorted({entry.step for entry in entries})
+        steps = [*dict.fromkeys(entry.step for entry in entries)]
         kept = set(steps if self.keep_last is None else steps[-self.keep_last :])
         if self.keep_every is not None:
             kept.update(step for step in steps if step % self.keep_every == 0)
         if self.keep_best is not None:
-            kept.update(entry.step for entry in ranked(entries, self.keep_best))
+            kept.update(entry.step for entry in ranked(on_the_way(entries), self.keep_best))
         return kept
 
 
@@ -78,10 +78,11 @@ def best_of(entries: Sequence[Entry], best: Any = None) -> tuple[str, list[Entry
     told = [entry for entry in entries if best or "keep_best" in entry.manifest.metadata]
     if not told:
         return "", []
-    newest = max(told, key=lambda entry: entry.step).manifest
+    newest = in_order(told)[-1].manifest
     best = best or newest.metadata["keep_best"]
     _check_best(best := tuple(best) if type(best) is list else best)
-    return best[0], ranked([e for e in entries if e.manifest.run_id == newest.run_id], best)
+    own = [entry for entry in entries if entry.manifest.run_id == newest.run_id]
+    return best[0], ranked(on_the_way(own), best)
 
 
 def ranked(entries: Sequence[Entry], best: Best) -> list[Entry]:

@@ -14,7 +14,7 @@ from trainkit.basics.formatting import count
 from trainkit.checkpoint.format.manifest import Manifest
 from trainkit.checkpoint.format.names import CHECKPOINTS, WEIGHTS
 from trainkit.checkpoint.io import files
-from trainkit.checkpoint.listing import Entry, committed, of_run
+from trainkit.checkpoint.listing import Entry, committed, of_run, on_the_way
 from trainkit.checkpoint.retention import Best, KeepPolicy, Retention, ranked, rotate
 from trainkit.checkpoint.snapshot import Snapshot
 from trainkit.checkpoint.store import CheckpointStore
@@ -112,6 +112,7 @@ class Saver:
         self._writers = with_own_group(processes) if background else processes
         self._retention = retention
         self._run_id = run_id
+        self._saves = 0  # of the run, on process 0
         self._snapshot = Snapshot()
         self._job: _Job | None = None
 
@@ -119,6 +120,7 @@ class Saver:
             if not goes_on:
                 check_unused(directory)
             files.make_directories(directory)
+            self._saves = max((entry.manifest.age[0] for entry in of_run(directory)), default=0)
             for store in (self.store, self._weights):
                 store.clean()
 
@@ -133,7 +135,8 @@ class Saver:
         Raises:
             CheckpointError: This save, or the earlier one, failed; on all processes.
         """
-        metadata = {**metadata, "run_id": self._run_id}
+        self._saves += 1
+        metadata = {**metadata, "run_id": self._run_id, "saves": self._saves}
         if "weights_only" in metadata:
             return self._commit(self._processes, self._weights, step, parts, metadata)
         if not self.background:
@@ -248,5 +251,5 @@ class Saver:
         """Return the best of this run and of `more`, the best first."""
         if self.keep_best is None:
             return []
-        own = (e for e in of_run(self.store.directory.parent) if e.manifest.run_id == self._run_id)
-        return ranked([*own, *more], self.keep_best)
+        own = [e for e in of_run(self.store.directory.parent) if e.manifest.run_id == self._run_id]
+        return ranked([*on_the_way(own), *more], self.keep_best)

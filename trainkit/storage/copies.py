@@ -17,6 +17,7 @@ from trainkit.checkpoint.commit import throw_away
 from trainkit.checkpoint.format.manifest import Manifest, read_manifest
 from trainkit.checkpoint.format.names import MANIFEST, PINS, TEMPORARY
 from trainkit.checkpoint.io import files
+from trainkit.checkpoint.listing import Entry, in_order
 from trainkit.errors import CheckpointError
 from trainkit.storage.objects import Objects, StorageError
 
@@ -89,8 +90,8 @@ class Remote:
 
     def newest_first(self) -> list[tuple[str, Manifest]]:
         """Return the checkpoints, the newest first."""
-        by_age = sorted(self.checkpoints.items(), key=lambda e: (e[1].step, e[1].revision))
-        return by_age[::-1]
+        found = in_order(Entry(Path(n), m.step, m) for n, m in self.checkpoints.items())
+        return [(str(entry.path), entry.manifest) for entry in found[::-1]]
 
     def check_runs(self, folder: Path) -> None:
         """Raise CheckpointError where a folder and the address hold different trainings."""

@@ -110,7 +110,7 @@ class Mirror:
         here = store.newest_valid(self._say) if resumable else None
         is_newer = False
         for name, manifest in resumable:
-            if here is not None and manifest.step <= here.step:
+            if here is not None and manifest.age <= here.manifest.age:
                 break
             if self._bring(name):
                 is_newer = True
@@ -202,8 +202,8 @@ class Mirror:
 
     def _newest_missing(self) -> str | None:
         known = self._remote.checkpoints.keys() | self._foreign
-        here = [(m.step, m.revision, n) for n, m in checkpoints_in(self._folder).items()]
-        return max((each for each in here if each[2] not in known), default=(0, 0, None))[2]
+        here = [(manifest.age, name) for name, manifest in checkpoints_in(self._folder).items()]
+        return max((each for each in here if each[1] not in known), default=(0, None))[1]
 
     def _send_files(self) -> None:
         for name, state in files_in(self._folder).items():

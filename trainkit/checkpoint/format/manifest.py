@@ -53,7 +53,7 @@ class Manifest:
     """
 
     format_version: int = 1
-    step: int  # updates applied when it was made; what checkpoints are ordered by
+    step: int  # updates applied when it was made
     revision: int = 0  # how often this step had been saved before, by the same run
     run_id: str  # which run made it
     created: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
@@ -70,6 +70,15 @@ class Manifest:
     def is_resumable(self) -> bool:
         """Return False where it holds the weights of a model alone."""
         return self.metadata.get("weights_only") is not True
+
+    @property
+    def age(self) -> tuple[int, int, int]:
+        """Return which save of its run it was, 0 where older versions did not say, then the step.
+
+        By it the newest is found, also where the run once went back to an earlier one.
+        """
+        found = self.metadata.get("saves")
+        return (found if type(found) is int else 0), self.step, self.revision
 
     @property
     def metrics(self) -> dict[str, float]:
