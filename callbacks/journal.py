@@ -182,14 +182,14 @@ def _files(run: Run) -> set[Path]:
     kinds = ("stdlib", "platstdlib", "purelib", "platlib")
     installed = tuple(os.path.join(str(p), "") for p in (_OURS, *map(sysconfig.get_path, kinds)))
     near = folder != "" and not folder.startswith(installed)  # else none of the thousands is
-    found = set[Path]()
+    files = set[Path]()
     for name in [*sys.modules] if near else named:
         file = getattr(sys.modules.get(name), "__file__", None)
         if not isinstance(file, str) or not file.endswith(".py") or file.startswith(installed):
             continue
         if name in named or file.startswith(folder):
-            found.add(Path(file))
-    return {path for path in found if _INSTALLED.isdisjoint(path.parts) and path.is_file()}
+            files.add(Path(file))
+    return {path for path in files if _INSTALLED.isdisjoint(path.parts) and path.is_file()}
 
 
 @cache

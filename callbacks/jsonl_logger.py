@@ -208,12 +208,12 @@ class EventLog:
         before = {**last["before"], last["kind"]: at}
         start, evaluated = before["start"], before.get("evaluation")
         while evaluated is not None:
-            found = object_at(path, evaluated, "evaluation")
-            if found["step"] <= self._run.state.step:
-                best = found["best"].items()
+            line = object_at(path, evaluated, "evaluation")
+            if line["step"] <= self._run.state.step:
+                best = line["best"].items()
                 self._best = {name: (float(value), step) for name, (value, step) in best}
                 break
-            earlier = found["before"].get("evaluation")
+            earlier = line["before"].get("evaluation")
             evaluated = None if earlier is None else min(earlier, evaluated - 1)
         self._before = {"start": start} | ({} if evaluated is None else {"evaluation": evaluated})
         return float(object_at(path, start, "start")["ran"] + sum(last["seconds"].values()))

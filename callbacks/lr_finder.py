@@ -88,14 +88,14 @@ class LRFinder(Callback):
             self._search(run, run.config.dry_run or self.num_steps)
         self.suggestion = _steepest(self.rates, _smoothed(self.losses))
         best = self.suggestion
-        found = "never falls" if best is None else f"falls most steeply at {best:.3g}"
+        advice = "never falls" if best is None else f"falls most steeply at {best:.3g}"
         where = ""
         if run.output_dir is not None and self.rates and find_spec("matplotlib") is not None:
             where = f" The curve: `{run.output_dir / 'lr_finder.png'}`."
             if run.is_main_process:
                 self.plot(run.output_dir / "lr_finder.png")
         tried = f"{self.name} tried {len(self.rates)} learning rates"
-        run.print(f"trainkit: {tried}: the loss {found}.{where}")
+        run.print(f"trainkit: {tried}: the loss {advice}.{where}")
         if self.stop and run.config.dry_run is None:
             run.evaluation.at_end = False
             run.checkpoints.saved_attempt = run.state.attempts  # nothing was trained to be saved
@@ -194,11 +194,11 @@ def _windows(run: Run) -> Generator[Window, None, None]:
 
 
 def _smoothed(losses: list[float]) -> list[float]:
-    found, mean = [], 0.0
+    smoothed, mean = [], 0.0
     for number, loss in enumerate(losses, 1):
         mean = SMOOTHING * mean + (1 - SMOOTHING) * loss
-        found.append(mean / (1 - SMOOTHING**number))
-    return found
+        smoothed.append(mean / (1 - SMOOTHING**number))
+    return smoothed
 
 
 def _has_diverged(losses: list[float]) -> bool:

@@ -169,8 +169,8 @@ def _first_tensor(output: Any) -> Tensor | None:
         return output
     if isinstance(output, Mapping) and output.get("logits") is not None:
         return _first_tensor(output["logits"])
-    found = map(_first_tensor, children(output))
-    return next((tensor for tensor in found if tensor is not None), None)
+    tensors = map(_first_tensor, children(output))
+    return next((tensor for tensor in tensors if tensor is not None), None)
 
 
 def model_table(model: nn.Module, depth: int, outputs: Mapping[nn.Module, str]) -> str:

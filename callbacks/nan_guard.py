@@ -155,12 +155,12 @@ class _FirstBad:
 
     def _error(self, run: Run, step: int, ranks: list[int], name: str | None) -> NonFiniteError:
         epoch, start, end = self._steps[step - run.state.step]
-        found = []
+        reasons = []
         if ranks:
-            found.append(f"the loss of {named(ranks)}")
+            reasons.append(f"the loss of {named(ranks)}")
         if name is not None:
-            found.append(f"the gradient of `{name}`{'' if ranks else ' (not the loss)'}")
-        what = " and ".join(found) or "a gradient (not the loss)"
+            reasons.append(f"the gradient of `{name}`{'' if ranks else ' (not the loss)'}")
+        what = " and ".join(reasons) or "a gradient (not the loss)"
         return NonFiniteError(
             f"After step {step}, {what} became NaN or infinite. The window held the samples "
             f"{start} to {end - 1} in the order of epoch {epoch}, all processes together. Look at "

@@ -288,10 +288,10 @@ def _check_path(path: Path, places: tuple[str, ...] = PLACES) -> None:
             f"`path` must end in one of {SUFFIXES}, which says the format, but is `{path}`."
         )
     try:
-        found = {name for _, name, _, _ in Formatter().parse(str(path)) if name is not None}
+        fields = {name for _, name, _, _ in Formatter().parse(str(path)) if name is not None}
     except ValueError as error:
         raise ConfigError(f"`path` is `{path}`, in which the braces do not match.") from error
-    if places and not found <= set(places):
+    if places and not fields <= set(places):
         raise ConfigError(
             f"`path` may hold {', '.join(f'`{{{name}}}`' for name in places)}, but is `{path}`."
         )

@@ -15,12 +15,12 @@ def by_loader(values: Mapping[str, float], loaders: Iterable[str]) -> dict[str, 
 
     Loaders without a name are the last.
     """
-    found, rest = {}, dict(values)
+    groups, rest = {}, dict(values)
     for label in (f"eval/{loader}" for loader in loaders if loader):
         names = [name for name in values if name.startswith(f"{label}/")]
-        found[label] = {name.removeprefix(f"{label}/"): rest.pop(name) for name in names}
-    found["eval"] = {name.removeprefix("eval/"): value for name, value in rest.items()}
-    return {label: own for label, own in found.items() if own}
+        groups[label] = {name.removeprefix(f"{label}/"): rest.pop(name) for name in names}
+    groups["eval"] = {name.removeprefix("eval/"): value for name, value in rest.items()}
+    return {label: own for label, own in groups.items() if own}
 
 
 def values_by_loader(values: Mapping[str, float], loaders: Iterable[str]) -> list[str]:

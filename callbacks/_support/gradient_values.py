@@ -112,8 +112,8 @@ class GradientValues:
             low, high = bounds[group]
             for chunk in _finite(gradient):
                 positions = (chunk.to(wide_dtype(chunk.device.type)) - low) * (bins / (high - low))
-                found = torch.bincount(positions.long().clamp(0, bins - 1), minlength=bins)
-                counts[group] += found.cpu() / copies
+                counted = torch.bincount(positions.long().clamp(0, bins - 1), minlength=bins)
+                counts[group] += counted.cpu() / copies
         totals = self._over_shards(counts.to(device), "sum").tolist()
         return {
             self._names[group]: Histogram(*bounds[group], totals[group])

@@ -67,13 +67,13 @@ def _parts_of(run: Run) -> dict[str, Any]:
 
 @cache
 def _versions() -> Mapping[str, str]:
-    found = {}
+    versions = {}
     for package in _PACKAGES:
         try:
-            found[package] = metadata.version(package)
+            versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def hide_secrets(command: Sequence[str]) -> str:

@@ -87,11 +87,11 @@ def get_parameters_from_modules(
     modules: str | Iterable[nn.Module] | None, model: nn.Module, device: Any
 ) -> set[nn.Parameter]:
     """Return the parameters of modules; those that a pattern names move to the device."""
-    found: Iterable[nn.Module] = () if isinstance(modules, str) else modules or ()
+    selected: Iterable[nn.Module] = () if isinstance(modules, str) else modules or ()
     if isinstance(modules, str):
         named = model.named_modules()
-        found = [each.to(device) for name, each in named if re.fullmatch(modules, name)]
-    return {parameter for module in found for parameter in module.parameters()}
+        selected = [each.to(device) for name, each in named if re.fullmatch(modules, name)]
+    return {parameter for module in selected for parameter in module.parameters()}
 
 
 def set_module_tensor_to_device(
@@ -245,8 +245,8 @@ def parse_choice_from_env(key: str, default: str = "no") -> str:
 
 def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
     """Return the first of some variables of the environment that is a number from 0 on."""
-    found = (int(os.environ.get(key, -1)) for key in env_keys)
-    return next((value for value in found if value >= 0), default)
+    values = (int(os.environ.get(key, -1)) for key in env_keys)
+    return next((value for value in values if value >= 0), default)
 
 
 # Nestings.

@@ -61,9 +61,9 @@ def _edits(tree: ast.AST, code: bytes, starts: list[int]) -> Iterator[tuple[int,
                 yield begin, end, f"{ours} as {alias.asname or THEIRS}"
         elif isinstance(node, ast.ImportFrom) and _is_theirs(node):
             public = all(alias.name in names.PUBLIC for alias in node.names)
-            found = _MODULE.search(code, starts[node.lineno - 1] + node.col_offset)
-            assert found is not None
-            yield *found.span(), "trainkit" if public else _ours(str(node.module))
+            match = _MODULE.search(code, starts[node.lineno - 1] + node.col_offset)
+            assert match is not None
+            yield *match.span(), "trainkit" if public else _ours(str(node.module))
 
 
 def _left(tree: ast.AST) -> Iterator[tuple[int, str]]:

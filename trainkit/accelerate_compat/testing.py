@@ -71,12 +71,12 @@ def execute_subprocess_async(
 
 
 def _lines(stream: IO[str] | None, to: Any, label: str, quiet: bool) -> list[str]:
-    found: list[str] = []
+    lines: list[str] = []
     for line in stream or ():
-        found.append(line.rstrip())
+        lines.append(line.rstrip())
         if not quiet:
-            print(label, found[-1], file=to)
-    return found
+            print(label, lines[-1], file=to)
+    return lines
 
 
 def run_command(

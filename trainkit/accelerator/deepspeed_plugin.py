@@ -144,12 +144,12 @@ class DeepSpeedPlugin:
 
     def get_value(self, ds_key_long: str, default: Any = None) -> Any:
         """Return a value of the configuration by its key, such as "zero_optimization.stage"."""
-        found: Any = self.deepspeed_config
+        value: Any = self.deepspeed_config
         for key in ds_key_long.split("."):
-            if not isinstance(found, dict) or key not in found:
+            if not isinstance(value, dict) or key not in value:
                 return default
-            found = found[key]
-        return found
+            value = value[key]
+        return value
 
     def is_auto(self, ds_key_long: str) -> bool:
         """Return whether the configuration says "auto" there."""

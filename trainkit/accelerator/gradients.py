@@ -72,8 +72,8 @@ class Gradients:
     def unused(self) -> list[Tensor]:
         """Return the parameters whose gradients an optimizer has not used since a backward."""
         waiting = [each for each in self.optimizers if id(each) not in self._used]
-        found = [p for each in waiting for group in each.param_groups for p in group["params"]]
-        return [p for p in found if p.grad is not None]
+        parameters = [p for each in waiting for group in each.param_groups for p in group["params"]]
+        return [p for p in parameters if p.grad is not None]
 
     def backward(self, loss: Any, **kwargs: Any) -> None:
         """Add the gradients of `loss`, divided by the size of the window, to the others."""
@@ -139,16 +139,16 @@ class Gradients:
         self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float
     ) -> Tensor:
         """Clip the norm of the final gradients; return what it was, on the device."""
-        found = self._unscale_owners(parameters)
+        clipped = self._unscale_owners(parameters)
         if norm_type == 2:
-            return self._strategy.clip_grad_norm(found, max_norm)
+            return self._strategy.clip_grad_norm(clipped, max_norm)
         if self._zero is not None:
             raise ConfigError(
                 f'`strategy="{self._strategy.name}"` clips by the L2 norm, but `norm_type` is '
                 f"{norm_type!r}. Leave it out."
             )
-        norm = nn.utils.get_total_norm(gradient_values(found), norm_type)
-        nn.utils.clip_grads_with_norm_(found, max_norm, norm)
+        norm = nn.utils.get_total_norm(gradient_values(clipped), norm_type)
+        nn.utils.clip_grads_with_norm_(clipped, max_norm, norm)
         return norm
 
     def clip_value(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
@@ -162,12 +162,12 @@ class Gradients:
 
     def _unscale_owners(self, parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:
         """Make the gradients final of each optimizer that has one of the parameters."""
-        found = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        wanted = {id(parameter) for parameter in found}
+        clipped = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        wanted = {id(parameter) for parameter in clipped}
         for optimizer in self.optimizers:
             if any(id(p) in wanted for group in optimizer.param_groups for p in group["params"]):
                 self.unscale_once(optimizer)
-        return found
+        return clipped
 
     def _unscale(self, scaler: torch.amp.GradScaler, optimizer: Optimizer) -> bool:
         self._fp16.scaler = scaler

@@ -359,8 +359,8 @@ def _generators_as_saved(sampler: Any, more: int) -> Iterator[None]:
 
 
 def _generators_of(parts: Sequence[Any]) -> list[torch.Generator]:
-    found = [getattr(part, "generator", None) for part in parts]
-    return list({id(one): one for one in found if isinstance(one, torch.Generator)}.values())
+    generators = [getattr(part, "generator", None) for part in parts]
+    return list({id(one): one for one in generators if isinstance(one, torch.Generator)}.values())
 
 
 def _is_regular(batches: list[list[Any]], size: int) -> bool:

@@ -159,8 +159,8 @@ class ProjectConfiguration:
         """Return a folder for good, wherever the program goes later; a text stays one."""
         given = getattr(self, name)
         if given is not None and given not in self._folders:
-            found = absolute(given, name, stored=True)
-            self._folders[given] = str(found) if isinstance(given, str) else found
+            path = absolute(given, name, stored=True)
+            self._folders[given] = str(path) if isinstance(given, str) else path
         return self._folders.get(given)
 
 

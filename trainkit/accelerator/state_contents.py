@@ -219,7 +219,7 @@ class StateContents:
         if same_size and checkpoint.manifest.world_size < trained:
             news.append(_LACKING)
         saved = {"objects": {name: parts[name] for name in objects}}
-        found, unfit = states_for(
+        kept, unfit = states_for(
             {"objects": self._objects()}, saved, own, rank=rank, same_size=same_size
         )
         streams = own[0] if same_size else None
@@ -240,7 +240,7 @@ class StateContents:
         lost = {} if same_size else self._lost(parts["loop"]["loaders"])
         news += [f"the loader {index} begins a new pass: {why}." for index, why in lost.items()]
         anew = frozenset(lost)
-        return LoadedState(path, parts, found["objects"], streams, anew, list(filter(None, news)))
+        return LoadedState(path, parts, kept["objects"], streams, anew, list(filter(None, news)))
 
     def _check_forms(
         self,
@@ -289,7 +289,7 @@ class StateContents:
             position: Where the loaders are, and the open gradients.
             goes_on: Whether passes of loaders go on where they were.
         """
-        found = [
+        problems = [
             f"its {name}: {problem}"
             for name, model in models.items()
             for problem in model_problems(parts[name], model)
@@ -299,35 +299,35 @@ class StateContents:
             known = parameter_names(optimizer, parameters)
             present = [[known[id(p)] for p in group["params"]] for group in optimizer.param_groups]
             if saved != present:
-                found.append(
+                problems.append(
                     f"its optimizer is over {_shown(saved)}, but here it is over "
                     f"{_shown(present)}. Make the optimizers as when it was saved"
                 )
         for name, gradient in _open_gradients(position).items():
             like = parameters.get(name)
             if like is None or (gradient.shape, gradient.dtype) != (like.shape, like.dtype):
-                found.append(f"its open gradient of `{name}` is that of another parameter")
+                problems.append(f"its open gradient of `{name}` is that of another parameter")
         pairs = zip(self.registry.loaders, position["loaders"], strict=False)
         for index, (loader, state) in enumerate(pairs):
             inside = goes_on and state["batches"] and not state["has_ended"]
             if inside and (changed := loader.unfit(state)):
-                found.append(
+                problems.append(
                     f"it was saved inside a pass of the loader {index}, which goes on in another "
                     f"order: {'; '.join(changed)}. Prepare the same loader, or load a state that "
                     "was saved between two passes"
                 )
             if not inside and (why := loader.come_to(state, self.registry.objects)):
-                found.append(f"the loader {index}: {why}")
-        return found
+                problems.append(f"the loader {index}: {why}")
+        return problems
 
     def _lost(self, states: Sequence[Mapping[str, Any]]) -> dict[int, str]:
         """Return why passes under way cannot go on, by the number of the loader."""
-        found = {}
+        lost = {}
         for index, (loader, state) in enumerate(zip(self.registry.loaders, states, strict=False)):
             inside = state["batches"] and not state["has_ended"]
             if inside and (why := loader.loses_place(dict(state))):
-                found[index] = why
-        return found
+                lost[index] = why
+        return lost
 
     def apply(self, loaded: LoadedState, models: Mapping[str, nn.Module]) -> None:
         """Put back what `read` returned for the same `models`."""

@@ -63,8 +63,8 @@ class StateDirectory:
         def begin() -> tuple[int, bool]:
             lock.acquire()
             store.clean()
-            found = store.checkpoints()
-            return found[-1].step + 1 if found else 0, address_of(folder) is not None
+            saved = store.checkpoints()
+            return saved[-1].step + 1 if saved else 0, address_of(folder) is not None
 
         def keep_last() -> None:
             rotate(store, KeepPolicy(keep_last=1))
@@ -107,14 +107,14 @@ class StateDirectory:
             with on_this_machine(Path(state[1]), self._processes) as (here, _):
                 return read(here)
 
-        found = first_verified(
+        verified = first_verified(
             self._processes,
             self._states(input_dir, report),
             read_here,
             None if input_dir is not None else lambda why: report(f"trainkit: skipped: {why}"),
         )
-        assert found is not None  # an error where there is none
-        (folder, path), state = found
+        assert verified is not None  # an error where there is none
+        (folder, path), state = verified
         return Path(folder), Path(path), state
 
     def release(self) -> None:
@@ -253,8 +253,8 @@ class StateDirectory:
 def _numbered(directory: Path) -> dict[int, Path]:
     """Return the folders that are named by their number, by number."""
     paths = directory.iterdir() if directory.is_dir() else ()
-    found = [(_NUMBERED.fullmatch(path.name), path) for path in paths]
-    return dict(sorted((int(match[1]), path) for match, path in found if match and path.is_dir()))
+    matches = [(_NUMBERED.fullmatch(path.name), path) for path in paths]
+    return dict(sorted((int(match[1]), path) for match, path in matches if match and path.is_dir()))
 
 
 def _states_in(directory: Path) -> dict[int, Path]:

@@ -89,15 +89,15 @@ class LoopDeepSpeed(DeepSpeed):
         if not sizes and said == "auto":
             return None
         choose = min if self.plugin.is_train_batch_min else max
-        found: int = choose(fitting or sizes) if sizes else said
+        size: int = choose(fitting or sizes) if sizes else said
         for key in ("train_micro_batch_size_per_gpu", "train_batch_size"):
             self.plugin.deepspeed_config.setdefault(key, "auto")
         self.plugin.deepspeed_config_process(
             must_match=False,
-            train_micro_batch_size_per_gpu=found,
-            train_batch_size=found * factor,
+            train_micro_batch_size_per_gpu=size,
+            train_batch_size=size * factor,
         )
-        return found
+        return size
 
     def by_update(self, schedule: Any) -> bool:
         """Return whether a schedule counts updates, and not those of all processes together."""

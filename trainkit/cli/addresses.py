@@ -27,13 +27,13 @@ def local_copies(options: argparse.Namespace) -> Iterator[None]:
     @contextmanager
     def whole(path: Path) -> Iterator[Path]:
         """Give the folder of a checkpoint with its contents, inside."""
-        found = next((each for each in outlines if path.is_relative_to(each)), path)
-        if found == path:  # of this machine, or an address of one, which was brought whole
+        outline = next((each for each in outlines if path.is_relative_to(each)), path)
+        if outline == path:  # of this machine, or an address of one, which was brought whole
             yield path
             return
         with tempfile.TemporaryDirectory(prefix="trainkit-") as temporary:
             target = Path(temporary) / path.name
-            outlines[found].copy(path.relative_to(found).as_posix(), target)
+            outlines[outline].copy(path.relative_to(outline).as_posix(), target)
             yield target
 
     options.whole = whole
@@ -53,6 +53,6 @@ def local_copies(options: argparse.Namespace) -> Iterator[None]:
         for name, logs in getattr(options, "reads", {}).items():
             given: Any = getattr(options, name)
             several = isinstance(given, list)
-            found = [outlined(name, each, logs) for each in (given if several else [given])]
-            setattr(options, name, found if several else found[0])
+            copies = [outlined(name, each, logs) for each in (given if several else [given])]
+            setattr(options, name, copies if several else copies[0])
         yield

@@ -130,7 +130,7 @@ def _noted(broken: dict[str, str], name: str) -> Iterator[None]:
 
 def _list(options: argparse.Namespace) -> int:
     listed = [(store, store.checkpoints()) for store in _stores(options.dir)]
-    entries = [entry for _, found in listed for entry in found]
+    entries = [entry for _, in_store in listed for entry in in_store]
     broken: dict[str, str] = {}
     metric, best = "", list[Entry]()
     with _noted(broken, "keep_best"):
@@ -139,13 +139,13 @@ def _list(options: argparse.Namespace) -> int:
     others = {name for entry in entries for name in entry.manifest.metrics} - {metric}
     names = [*([metric] if metric else []), *sorted(others)][:_MOST_METRICS]
     rows: list[tuple[object, ...]] = []
-    for store, found in listed:
+    for store, in_store in listed:
         prefix = "" if store is listed[0][0] else f"{WEIGHTS}/"
         broken |= {prefix + path.name: str(why) for path, why in broken_folders(store.directory)}
         pinned = frozenset[int]()
         with _noted(broken, prefix + PINS):
             pinned = store.pinned()
-        for entry in found:
+        for entry in in_store:
             manifest, folder = entry.manifest, prefix + entry.path.name
             with _noted(broken, folder):
                 check_sizes(entry.path)
@@ -232,8 +232,8 @@ def _diff(options: argparse.Namespace) -> int:
     rows = []
     for part in dict.fromkeys([*a, *b]):
         if part not in a or part not in b:
-            found = (f"{len(side[part])} values" if part in side else "-" for side in (a, b))
-            rows.append((part, "(all of it)", *found))
+            sizes = (f"{len(side[part])} values" if part in side else "-" for side in (a, b))
+            rows.append((part, "(all of it)", *sizes))
             continue
         for name in dict.fromkeys([*a[part], *b[part]]):
             left, right = a[part].get(name, "-"), b[part].get(name, "-")
@@ -248,17 +248,17 @@ def _diff(options: argparse.Namespace) -> int:
 def _described(contents: Contents) -> dict[str, dict[str, str]]:
     """Return what a checkpoint holds as text, by part and name; two runs may have other ids."""
     about = {name: value for name, value in _metadata(contents).items() if name != "run_id"}
-    found = {"metadata": {name: _short(value) for name, value in about.items()}}
+    described = {"metadata": {name: _short(value) for name, value in about.items()}}
     for part, tensors in contents.tensors.items():
-        found[part] = {n: f"{t.dtype} {[*t.shape]} {t.digest[:8]}" for n, t in tensors.items()}
+        described[part] = {n: f"{t.dtype} {[*t.shape]} {t.digest[:8]}" for n, t in tensors.items()}
     for part, values in contents.values.items():
-        found.setdefault(part, {}).update({n: _short(value) for n, value in values.items()})
-    return found
+        described.setdefault(part, {}).update({n: _short(value) for n, value in values.items()})
+    return described
 
 
 def _prune(options: argparse.Namespace) -> int:
     policy = KeepPolicy(keep_last=options.keep_last, keep_every=options.keep_every)
-    found: list[Entry] = []
+    pruned: list[Entry] = []
     with _prunable(options) as (directory, check, remove):
         _, best = best_of(_entries(directory), options.keep_best)
         for store in _stores(directory):
@@ -268,10 +268,10 @@ def _prune(options: argparse.Namespace) -> int:
             gone = removable(store, own, kept, check)
             for entry in () if options.dry_run else gone:
                 remove(store, entry)
-            found += gone
-    for entry in found:
+            pruned += gone
+    for entry in pruned:
         print(f"{'would remove' if options.dry_run else 'removed'} {_shown(entry.path)}")
-    if not found:
+    if not pruned:
         print("Nothing to remove.")
     return 0
 

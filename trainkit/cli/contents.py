@@ -50,8 +50,8 @@ def read_contents(path: Path) -> Contents:
         if part + TENSOR_SUFFIX in files:
             tensors[part] = reader.of_part(part) | tensors.get(part, {})
         if tensors.get(part):
-            found = {name: _summary(reader, one) for name, one in tensors[part].items()}
-            contents.tensors[part] = found
+            summaries = {name: _summary(reader, one) for name, one in tensors[part].items()}
+            contents.tensors[part] = summaries
         if part in trees and not is_plain(trees[part]):
             contents.values[part] = dict(leaves(trees[part]))
     return contents

@@ -46,19 +46,19 @@ def _run(options: argparse.Namespace) -> int:
 
     with ExitStack() as opened:
         whole = cache(lambda path: opened.enter_context(options.whole(path)))
-        found = find_parting(options.a, options.b, whole)
+        parting = find_parting(options.a, options.b, whole)
     replayed = None
     if options.replay:  # of an address in the folder that its program writes to
         a, b = (fetched(options.addresses.get(name, getattr(options, name))) for name in "ab")
-        replayed = _compare_replays(a, b, found)
-    parts = found.first is not None or bool(found.causes)
+        replayed = _compare_replays(a, b, parting)
+    parts = parting.first is not None or bool(parting.causes)
     if options.json:
-        known = {"a": str(options.a), "b": str(options.b), **asdict(found), "replay": replayed}
+        known = {"a": str(options.a), "b": str(options.b), **asdict(parting), "replay": replayed}
         print(json.dumps(json_value(known), indent=2))
         return int(parts)
-    runs = zip("AB", (options.a, options.b), found.steps, strict=True)
+    runs = zip("AB", (options.a, options.b), parting.steps, strict=True)
     lines = [f"{name}: {folder}, {count(steps, 'step')}" for name, folder, steps in runs]
-    lines += _told(found)
+    lines += _told(parting)
     print_text(lines if replayed is None else [*lines, f"Replayed: {replayed}"])
     return int(parts)
 

@@ -48,7 +48,7 @@ def _run(options: argparse.Namespace) -> int:
             f"`--processes` must be 1 or more, and 1 for the strategy `single`, but is {processes}."
         )
     model = empty_model(options.model, options.dtype)
-    found = memory_of(
+    memory = memory_of(
         model,
         _OPTIMIZERS[options.optimizer],
         shards=shards,
@@ -57,7 +57,7 @@ def _run(options: argparse.Namespace) -> int:
     total = sum(p.numel() for p in model.parameters())
     print(f"{type(model).__name__}, {total:,} parameters, {options.optimizer}")
     print(f"{options.strategy}, {count(processes, 'process')}, {options.precision}; each holds")
-    for label, size in found.rows():
+    for label, size in memory.rows():
         print(f"  {label:26}{size}")
     print("  activations               unknown: they depend on the batch; so do casts of autocast,")
     print("                            and what communication and the device itself need")

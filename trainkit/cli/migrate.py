@@ -60,16 +60,16 @@ def _migrate(path: Path, write: bool) -> bool:
                 f"`{path}` is a notebook, which stays as it is. Change its imports by hand: "
                 "`import trainkit.accelerate_compat as accelerate`."
             )
-        found = migrated(path.read_bytes(), str(path))
+        migration = migrated(path.read_bytes(), str(path))
         before, after = (
             each.decode(errors="replace").splitlines(keepends=True)
-            for each in (found.before, found.after)
+            for each in (migration.before, migration.after)
         )
         sys.stdout.writelines(_ended(difflib.unified_diff(before, after, str(path), str(path))))
-        if write and found.before != found.after:
+        if write and migration.before != migration.after:
             real = path.resolve()  # what a link leads to, which stays one
             mode = stat.S_IMODE(real.stat().st_mode)
-            replace_file(real, found.after)
+            replace_file(real, migration.after)
             os.chmod(real, mode)
     except ConfigError as error:
         print(f"trainkit: {error}", file=sys.stderr)
@@ -77,9 +77,9 @@ def _migrate(path: Path, write: bool) -> bool:
     except OSError as error:
         print(f"trainkit: `{path}` stays as it is: {why(path, error)}.", file=sys.stderr)
         return False
-    for line, sentence in found.left:
+    for line, sentence in migration.left:
         print(f"{path}:{line}: {sentence}", file=sys.stderr)
-    return not found.left
+    return not migration.left
 
 
 def _ended(lines: Iterator[str]) -> Iterator[str]:

@@ -170,12 +170,12 @@ def _made_differences(
         y = right[kind]
         if kind in ("model", "command"):  # which count
             x, y = (dict.fromkeys([*x, *y], 0) | side for side in (x, y))
-        found = changed_facts(x, y, _WORDS)
-        if found and kind == "code":  # of which the digests say nothing
+        changed = changed_facts(x, y, _WORDS)
+        if changed and kind == "code":  # of which the digests say nothing
             names = [name for name in dict.fromkeys([*x, *y]) if x.get(name) != y.get(name)]
             yield Cause(kind, f"{first_few(names, _MOST)} differ.")
-        elif found:
-            yield Cause(kind, f"{_listed(found)}.")
+        elif changed:
+            yield Cause(kind, f"{_listed(changed)}.")
 
 
 def _made(header: Mapping[str, Any], folder: Path) -> dict[str, dict[str, Any]]:
@@ -183,19 +183,19 @@ def _made(header: Mapping[str, Any], folder: Path) -> dict[str, dict[str, Any]]:
     run, start, files = header["run"], header["start"], dict[str, list[str]]()
     for path, digest in header["files"].items():
         files.setdefault(Path(path).name, []).append(digest)
-    found = {kind: {n: run[n] for n in names if n in run} for kind, names in _OF_RUN.items()}
-    found["settings"] |= header["config"]
-    found["settings"] |= {f"optimizer.{n}": v for n, v in flat(header["optimizer"]).items()}
-    found["settings"] |= {f"hparams.{n}": v for n, v in flat(header["hparams"]).items()}
-    found["model"] |= header["modules"]
-    found["environment"] |= {"CPU threads": start["threads"], **header["versions"]}
-    found["code"] = {name: " ".join(sorted(digests)) for name, digests in files.items()}
+    facts = {kind: {n: run[n] for n in names if n in run} for kind, names in _OF_RUN.items()}
+    facts["settings"] |= header["config"]
+    facts["settings"] |= {f"optimizer.{n}": v for n, v in flat(header["optimizer"]).items()}
+    facts["settings"] |= {f"hparams.{n}": v for n, v in flat(header["hparams"]).items()}
+    facts["model"] |= header["modules"]
+    facts["environment"] |= {"CPU threads": start["threads"], **header["versions"]}
+    facts["code"] = {name: " ".join(sorted(digests)) for name, digests in files.items()}
     words = [word for word in start.get("command", ())[1:] if word != "-u"]  # of a launcher
     base, own = Path(start["folder"]), realpath(folder)
     given = (w for w in words if realpath(base / w.rpartition("=")[2]) != own)
-    found["command"] = dict(Counter(f"`{word}`" for word in given))
-    found["machine"] = {"host": header["started"].get("host")}
-    return found
+    facts["command"] = dict(Counter(f"`{word}`" for word in given))
+    facts["machine"] = {"host": header["started"].get("host")}
+    return facts
 
 
 # What the checkpoints hold.
@@ -218,8 +218,8 @@ def _state_causes(before: Sequence[Pair], whole: Whole) -> tuple[list[Cause], li
     """Return what differs in the states that two runs saved, and what was compared."""
     if not before:
         return [], ["Up to there they have no checkpoints of the same step to compare."]
-    if found := [*_state_differences(before[0], whole)]:
-        return found, []
+    if differing := [*_state_differences(before[0], whole)]:
+        return differing, []
     step = before[0][0].step
     return [], [f"The checkpoints of step {step} are equal: parameters, optimizer, random streams."]
 
@@ -256,9 +256,9 @@ def _later_causes(pairs: Sequence[Pair], whole: Whole) -> Iterator[Cause]:
     for pair in pairs:
         a, b = (entry.manifest.metadata.get("order") or {} for entry in pair)
         if a != b:
-            found = changed_facts(a.get("facts", {}), b.get("facts", {}), _WORDS)
+            changed = changed_facts(a.get("facts", {}), b.get("facts", {}), _WORDS)
             where = f"the samples come in another order up to step {pair[0].step}"
-            yield Cause("data", f"{_listed([*found, where])}.")
+            yield Cause("data", f"{_listed([*changed, where])}.")
             break
     try:
         last = _brought(pairs[-1], whole) if pairs else ()
@@ -268,9 +268,9 @@ def _later_causes(pairs: Sequence[Pair], whole: Whole) -> Iterator[Cause]:
     if left and right:
         names = [n for n in _differing(left, right, "optimizer") if n.startswith("groups[")]
         x, y = ({n: side.values["optimizer"].get(n) for n in names} for side in (left, right))
-        if found := changed_facts(x, y, _WORDS):
+        if changed := changed_facts(x, y, _WORDS):
             where = f"in the checkpoints of step {pairs[-1][0].step}."
-            yield Cause("optimizer", f"{_listed(found)}, {where}")
+            yield Cause("optimizer", f"{_listed(changed)}, {where}")
 
 
 def _differing(a: Contents, b: Contents, part: str) -> list[str]:

@@ -112,9 +112,9 @@ def _environment(header: Mapping[str, Any]) -> dict[str, str]:
     """Return the variables that decide on the numbers."""
     names = {ours: theirs for theirs, ours in MIXED_PRECISIONS.items()}
     precision = names.get(header["run"]["precision"])
-    found = {"OMP_NUM_THREADS": str(header["start"]["threads"])}
-    found |= {"TRAINKIT_MIXED_PRECISION": precision} if precision else {}
-    return found | ({"TRAINKIT_USE_CPU": "true"} if header["run"]["device"] == "cpu" else {})
+    variables = {"OMP_NUM_THREADS": str(header["start"]["threads"])}
+    variables |= {"TRAINKIT_MIXED_PRECISION": precision} if precision else {}
+    return variables | ({"TRAINKIT_USE_CPU": "true"} if header["run"]["device"] == "cpu" else {})
 
 
 def _folder(header: Mapping[str, Any]) -> str:

@@ -43,17 +43,17 @@ def add_to(commands: Any) -> None:
 
 
 def _list(options: argparse.Namespace) -> int:
-    found = [row for folder in options.folders for row in _read(folder)]
-    read = [row for row in found if not isinstance(row, TrainkitError)]
+    results = [row for folder in options.folders for row in _read(folder)]
+    read = [row for row in results if not isinstance(row, TrainkitError)]
     rows = _sorted(read, options.sort, options.reverse)
     if options.json:
         print(json.dumps(json_value(rows), indent=2))
     elif rows:
         _print(rows, options.sort)
-    for error in found:
+    for error in results:
         if isinstance(error, TrainkitError):
             print(f"left out: {error}", file=sys.stderr)
-    return int(len(rows) < len(found))
+    return int(len(rows) < len(results))
 
 
 def _read(folder: Path) -> Iterator[Facts | TrainkitError]:
@@ -120,9 +120,9 @@ def _hparams(row: Facts) -> dict[str, Any]:
 
 def _print(rows: Sequence[Facts], by: str) -> None:
     texts: dict[str, set[str]] = {name: set() for row in rows for name in _hparams(row)}
-    for name, found in texts.items():
-        found.update(str(_hparams(row).get(name)) for row in rows if row["hparams"])
-    differing = [name for name, found in texts.items() if name == by or len(found) > 1]
+    for name, values in texts.items():
+        values.update(str(_hparams(row).get(name)) for row in rows if row["hparams"])
+    differing = [name for name, values in texts.items() if name == by or len(values) > 1]
     metrics = {name for row in rows for name in row["best"]} | {by} - {*_PLAIN, *texts}
     chosen = {row["keep_best"] for row in rows}
     first = sorted(metrics, key=lambda n: (n != by, n not in chosen, n == "eval/loss", n))

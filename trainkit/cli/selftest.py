@@ -87,13 +87,13 @@ def _compare_trainings(resolved: Resolved) -> int:
                 which = f"the {part} start of {size} process(es)"
                 print(f"trainkit test: FAILED in {which} (exit code {code})", file=sys.stderr)
                 return code
-        found = findings(Path(folder))
+        rows = findings(Path(folder))
     words = {True: "ok", False: "BROKEN", None: "-"}
     print_table(
-        ("DEVICE", "WHAT", "PROMISED", "FOUND", ""), [(*row, words[holds]) for *row, holds in found]
+        ("DEVICE", "WHAT", "PROMISED", "FOUND", ""), [(*row, words[holds]) for *row, holds in rows]
     )
-    broken = sum(row[-1] is False for row in found)
-    print(f"{broken} of {len(found)} promises BROKEN" if broken else "All that was tried holds.")
+    broken = sum(row[-1] is False for row in rows)
+    print(f"{broken} of {len(rows)} promises BROKEN" if broken else "All that was tried holds.")
     return int(broken > 0)
 
 

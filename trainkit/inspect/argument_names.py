@@ -94,9 +94,9 @@ def _advice(name: str, known: list[str], places: dict[str, str]) -> str:
     """Return the rest of a sentence on an unknown name."""
     own = {place: place.partition("(")[2].removesuffix("=...)") for place in places}
     near = nearest(name, known)
-    found = [place for place, names in places.items() if name in names.split()]
-    found = found or [place for place in places if own[place] == name and not near]
-    here = [own[place] for place in found if own[place] in known]
-    if found:
-        return f": it is {quoted(here)} here." if here else f": write `{'` or `'.join(found)}`."
+    settings = [place for place, names in places.items() if name in names.split()]
+    settings = settings or [place for place in places if own[place] == name and not near]
+    here = [own[place] for place in settings if own[place] in known]
+    if settings:
+        return f": it is {quoted(here)} here." if here else f": write `{'` or `'.join(settings)}`."
     return f".{near or f' It has {quoted(known)}.'}"

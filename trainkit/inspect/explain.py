@@ -107,14 +107,14 @@ class Explanation:
         if strategy.name == "model_parallel":
             yield "unknown", "The model comes parallel: what lies here of it is what it holds."
             return
-        found = memory_of(
+        memory = memory_of(
             model,
             like(optimizer, model) if isinstance(optimizer, Optimizer) else optimizer,
             shards=strategy.held_part[1],
             computes_in=self.precision.dtype,
             wrap_policy=getattr(strategy, "wrap_policy", None),
         )
-        for label, size in found.rows():
+        for label, size in memory.rows():
             yield label, " ".join(size.split())
         yield (
             "activations",
@@ -212,10 +212,10 @@ class Explanation:
 
 def _table(rows: Rows, width: int) -> list[str]:
     """Return the rows with their texts in a column of their own; a mark stays before its label."""
-    found = [(label if label.startswith("*") else f"  {label}", text) for label, text in rows]
-    column = max([LABEL, *(len(label) for label, _ in found)]) + 2
+    table = [(label if label.startswith("*") else f"  {label}", text) for label, text in rows]
+    column = max([LABEL, *(len(label) for label, _ in table)]) + 2
     lines = []
-    for label, text in found:
+    for label, text in table:
         lines += textwrap.wrap(
             text,
             width,
@@ -229,13 +229,13 @@ def _table(rows: Rows, width: int) -> list[str]:
 
 def _arguments(callback: Callback) -> str:
     """Return the constructor's arguments that are not the default ones, where they are kept."""
-    found = []
+    arguments = []
     for name, parameter in inspect.signature(type(callback).__init__).parameters.items():
         value = vars(callback).get(name, parameter.default)
         is_plain = isinstance(value, str | int | float | tuple | Path | None)
         if name != "self" and is_plain and value != parameter.default:
-            found.append(f"{name}={str(value) if isinstance(value, Path) else value!r}")
-    return ", ".join(found)
+            arguments.append(f"{name}={str(value) if isinstance(value, Path) else value!r}")
+    return ", ".join(arguments)
 
 
 def _groups(optimizer: Optimizer, model: nn.Module | None) -> Iterator[str]:

@@ -94,8 +94,8 @@ class Replay(Callback):
 
         def make() -> dict[str, Any]:
             folder = find_run(run.output_dir, new_run, self._folder)
-            found, self._records = plan(folder, self._step, self._until, processes.size)
-            return {"folder": str(folder), **found}
+            replay, self._records = plan(folder, self._step, self._until, processes.size)
+            return {"folder": str(folder), **replay}
 
         planned = run_on_main(processes, make)
         self._folder, self._target = Path(planned["folder"]), planned["target"]
@@ -278,17 +278,17 @@ class Replay(Callback):
             if attempt in self._records
         ]
         differs = next((at for at, is_same in same if not is_same), None)
-        found = (differs is None if same else None, differs)
+        outcome = (differs is None if same else None, differs)
         if not alone:
-            found = run.strategy.processes.broadcast_object(found)
+            outcome = run.strategy.processes.broadcast_object(outcome)
         losses = [
             value for (_, at, _), value in zip(self._losses, values, strict=True) if at == step
         ]
         self.result = Replayed(
             step=step,
             checkpoint=self._from,
-            is_equal=found[0],
-            differs_from=found[1],
+            is_equal=outcome[0],
+            differs_from=outcome[1],
             loss=losses[-1] if losses and parts is not None else None,
             fault=fault,
             folder=None if parts is None else self._folder / "replay" / f"step-{step:08d}",

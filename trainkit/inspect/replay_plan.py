@@ -62,13 +62,13 @@ def plan(
     headers = [journal.header_of(r) for r in records if r.step > begin] or [journal.header]
     _check_processes(headers, processes)
     attempt = target.attempt if target else last.attempt + 1 if last else 0
-    found = {
+    window = {
         "checkpoint": entry and str(entry.path),
         "target": 0 if until_nonfinite else attempt,
         "notes": [*_changes(headers[-1])],
         "fit": headers[-1]["start"].get("fit"),
     }
-    return found, {record.attempt: record for record in records}
+    return window, {record.attempt: record for record in records}
 
 
 def _first_bad(journal: Journal) -> Record | None:
@@ -82,17 +82,17 @@ def _checkpoint(journal: Journal, before: int | None, *, only_finite: bool) -> E
     """Return the newest one before a step; None: the start of the run."""
     folder = journal.path.parent / CHECKPOINTS
     ids = {header["run_id"] for header in journal.headers}
-    found = [
+    candidates = [
         entry
         for entry in CheckpointStore(folder).checkpoints()
         if entry.manifest.is_resumable and (entry.manifest.run_id in ids or "" in ids)
     ]
-    if not found:
+    if not candidates:
         raise ConfigError(
             f"`{folder}` holds no checkpoint of this run, from which a replay could begin. Let a "
             "run save some by the callback `Checkpoint(...)`."
         )
-    fit = [entry for entry in found if before is None or entry.step < before]
+    fit = [entry for entry in candidates if before is None or entry.step < before]
     fit = [entry for entry in fit if entry.manifest.is_finite or not only_finite]
     if not fit and journal.headers[0]["after"]:
         raise ConfigError(

@@ -168,7 +168,7 @@ def _alone(run: Run, part: Part, kind: str, error: Exception | None = None) -> l
     together = any(isinstance(module, nn.SyncBatchNorm) for module in run.module.modules())
     if run.strategy.processes.size > 1 and (run.strategy.sharded or together):
         return []  # the others would have to take part
-    count, found = part.micro_batch.count, []
+    count, bad = part.micro_batch.count, []
     for row in range(count):
         try:
             sample = slice_samples(part.micro_batch.data, row, row + 1, count)
@@ -181,9 +181,9 @@ def _alone(run: Run, part: Part, kind: str, error: Exception | None = None) -> l
                 shows = type(raised) is type(error)
                 if not shows:
                     continue
-            found += [row] if shows else []
+            bad += [row] if shows else []
             break
-    return found
+    return bad
 
 
 def _twice(leaf: Any) -> Any:

@@ -170,8 +170,8 @@ def convert_file_size_to_int(size: Size, name: str = "size") -> int:
     Raises:
         ConfigError: It is neither.
     """
-    found = parse_size(size, name, least=0)
-    return found // 8 if str(size)[-1:] == "b" and str(size)[-2:-1] not in "iI" else found
+    parsed = parse_size(size, name, least=0)
+    return parsed // 8 if str(size)[-1:] == "b" and str(size)[-2:-1] not in "iI" else parsed
 
 
 def _below(name: str, sizes: Mapping[str, int]) -> int:

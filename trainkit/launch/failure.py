@@ -65,8 +65,8 @@ def show(folder: Path | str, endings: Mapping[int, str] | None = None) -> str | 
         folder: Where the processes of this job, and no other, wrote their reports.
         endings: How processes ended, by rank, as the launcher saw it.
     """
-    found = reports.read_all(Path(folder))
-    first = reports.first_of(found)
+    written = reports.read_all(Path(folder))
+    first = reports.first_of(written)
     if first is None:
         return None
     path, report = first
@@ -75,7 +75,7 @@ def show(folder: Path | str, endings: Mapping[int, str] | None = None) -> str | 
     process = report.process
     if process is not None and process != report.reporter and process in endings:
         parts.append(f"Process {process} {endings[process]}.")
-    others = [r.reporter for _, r in found if not (r.secondary or r.reporter == report.reporter)]
+    others = [r.reporter for _, r in written if not (r.secondary or r.reporter == report.reporter)]
     if others:
         parts.append(f"Failed by itself too: process {', '.join(map(str, sorted(others)))}.")
     return "\n".join([*parts, f"report: {path}"])

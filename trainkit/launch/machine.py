@@ -67,8 +67,8 @@ def no_gpus() -> dict[str, str]:
 
 def gpu_names() -> list[str]:
     """Return the models of the NVIDIA GPUs that the driver lists."""
-    found = []
+    names = []
     for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
         model = re.search(r"^Model:\s*(.+)$", path.read_text(errors="replace"), re.MULTILINE)
-        found.append(model.group(1) if model else "unknown")
-    return found
+        names.append(model.group(1) if model else "unknown")
+    return names

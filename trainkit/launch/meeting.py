@@ -279,14 +279,14 @@ def _conflict(cards: Sequence[Card]) -> str:
 
 def difference(settings: Mapping[object, Mapping[str, str]], kind: str = "") -> str:
     """Return what some were told in another way than others; empty where there is nothing."""
-    found = []
+    texts = []
     for name in sorted({name for each in settings.values() for name in each}):
         who: dict[str, list[object]] = {}
         for one, each in settings.items():
             who.setdefault(each.get(name, "-"), []).append(one)
         if len(who) > 1:
-            found.append(f"{name}: {', '.join(f'{v} ({kind}{listed(w)})' for v, w in who.items())}")
-    return "; ".join(found)
+            texts.append(f"{name}: {', '.join(f'{v} ({kind}{listed(w)})' for v, w in who.items())}")
+    return "; ".join(texts)
 
 
 def _try_ways(link: Link, cards: list[Card]) -> str:

@@ -49,7 +49,7 @@ def job_interface(addresses: Iterable[str]) -> str | None:
     It is that of the first one that is on another machine.
     """
     loopback = interface_to("127.0.0.1")
-    others = (found for each in addresses if (found := interface_to(each)) not in (None, loopback))
+    others = (other for each in addresses if (other := interface_to(each)) not in (None, loopback))
     return next(others, loopback)
 
 
@@ -67,8 +67,8 @@ def addresses_of(host: str, port: int) -> list[str]:
     Raises:
         OSError: It is unknown.
     """
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+    infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(entry[4][0]) for entry in infos))
 
 
 def is_own(address: str) -> bool:

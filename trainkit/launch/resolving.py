@@ -202,21 +202,21 @@ def _starter_settings(env: Mapping[str, str]) -> dict[str, tuple[str, str]]:
 
     `num_processes` is that of each machine.
     """
-    found: dict[str, tuple[str, str]] = {}
+    settings: dict[str, tuple[str, str]] = {}
     said, which = starters.in_torchrun_words(env), _which(env)
     if which and "PET_NNODES" not in env and said.get("LOCAL_WORLD_SIZE") == "1":
         words = zip(_PLACE, ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT"), strict=True)
-        found = {name: (said[word], which) for name, word in words if word in said}
+        settings = {name: (said[word], which) for name, word in words if word in said}
     for name, word in _TORCHRUN.items():
         if text := env.get(f"PET_{word}"):
             says = least_and_most(text) if name == "num_machines" else {name: text}
             if name == "rdzv_endpoint":
                 host, _, port = text.partition(":")
                 says = {"main_process_ip": host, **({"main_process_port": port} if port else {})}
-            found |= {k: (v, f"environment (PET_{word})") for k, v in says.items()}
-    if found.get("num_processes", ("",))[0] in ("auto", "gpu"):  # `launch` counts GPUs itself
-        del found["num_processes"]
-    return found
+            settings |= {k: (v, f"environment (PET_{word})") for k, v in says.items()}
+    if settings.get("num_processes", ("",))[0] in ("auto", "gpu"):  # `launch` counts GPUs itself
+        del settings["num_processes"]
+    return settings
 
 
 def _which(env: Mapping[str, str]) -> str:

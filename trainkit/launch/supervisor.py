@@ -86,14 +86,14 @@ def supervise(plan: Plan, meeting: Meeting, orphan_killer: OrphanKiller) -> Outc
 
 def _environment(plan: Plan, meeting: Meeting) -> dict[str, str]:
     """Return the variables of the processes; for the interfaces what the user says comes first."""
-    found = {**plan.environment, ADDRESS_VARIABLE: meeting.own}
+    environment = {**plan.environment, ADDRESS_VARIABLE: meeting.own}
     if not plan.script.is_program:
         path = os.environ.get("PYTHONPATH")
-        found["PYTHONPATH"] = os.pathsep.join([_STARTUP, *([path] if path else [])])
+        environment["PYTHONPATH"] = os.pathsep.join([_STARTUP, *([path] if path else [])])
     if meeting.interface is not None:
         for name, prefix in INTERFACE_VARIABLES.items():
-            found[name] = os.environ.get(name) or prefix + meeting.interface
-    return found
+            environment[name] = os.environ.get(name) or prefix + meeting.interface
+    return environment
 
 
 class _Asked(Exception):

@@ -30,19 +30,19 @@ State = tuple[int, int]
 
 def checkpoints_in(folder: Path) -> dict[str, Manifest]:
     """Return the committed checkpoints below a folder, by their names from there on."""
-    found = {}
+    checkpoints = {}
     for parent, _, names in _walk(folder):
         if MANIFEST in names:
             try:
-                found[parent.relative_to(folder).as_posix()] = read_manifest(parent)
+                checkpoints[parent.relative_to(folder).as_posix()] = read_manifest(parent)
             except CheckpointError:
                 continue
-    return found
+    return checkpoints
 
 
 def files_in(folder: Path) -> dict[str, State]:
     """Return the ordinary files below a folder that are of no checkpoint, by name."""
-    found = {}
+    files = {}
     for parent, _, names in _walk(folder):
         for name in names if not _named_like_one(parent.name) else ():
             path = parent / name
@@ -50,8 +50,8 @@ def files_in(folder: Path) -> dict[str, State]:
                 status = path.lstat()
                 if stat.S_ISREG(status.st_mode):
                     state = status.st_size, status.st_mtime_ns
-                    found[path.relative_to(folder).as_posix()] = state
-    return found
+                    files[path.relative_to(folder).as_posix()] = state
+    return files
 
 
 def _walk(folder: Path) -> Iterator[tuple[Path, list[str], list[str]]]:
@@ -72,21 +72,21 @@ class Remote:
 
     def __init__(self, objects: Objects) -> None:
         self.objects = objects
-        found = {n: size for n, size in objects.names().items() if not _is_hidden(n)}
+        sizes = {n: size for n, size in objects.names().items() if not _is_hidden(n)}
         self.checkpoints: dict[str, Manifest] = {}
         self._manifests: dict[str, bytes] = {}
         self.left: set[str] = set()  # checkpoints without a manifest: uploads that were cut
-        for folder in {name.rpartition("/")[0] for name in found}:
+        for folder in {name.rpartition("/")[0] for name in sizes}:
             manifest = f"{folder}/{MANIFEST}"
-            if manifest in found or _named_like_one(folder):  # some storages list what is new late
+            if manifest in sizes or _named_like_one(folder):  # some storages list what is new late
                 self._manifests[manifest] = content = objects.read(manifest) or b""
                 try:
                     self.checkpoints[folder] = Manifest.decode(content, Path(manifest))
                 except CheckpointError:
                     self.left.add(folder)
         whole = self.checkpoints.keys() | self.left
-        self.others = {n: s for n, s in found.items() if n.rpartition("/")[0] not in whole}
-        self._found = found | {n: len(content) for n, content in self._manifests.items() if content}
+        self.others = {n: s for n, s in sizes.items() if n.rpartition("/")[0] not in whole}
+        self._found = sizes | {n: len(content) for n, content in self._manifests.items() if content}
 
     def newest_first(self) -> list[tuple[str, Manifest]]:
         """Return the checkpoints, the newest first."""

@@ -38,10 +38,10 @@ def lease_seconds() -> float:
 
 def _clocks() -> list[float]:
     """Return times in seconds: where a machine has slept, one or the other stood still."""
-    found = [time.monotonic(), time.time()]
+    clocks = [time.monotonic(), time.time()]
     if hasattr(time, "CLOCK_BOOTTIME"):  # Linux
-        found.append(time.clock_gettime(time.CLOCK_BOOTTIME))
-    return found
+        clocks.append(time.clock_gettime(time.CLOCK_BOOTTIME))
+    return clocks
 
 
 class Lease:
@@ -177,10 +177,10 @@ class Lease:
 
     def _holder(self) -> dict[str, Any]:
         try:
-            found = json.loads(self._objects.read(LOCK) or b"{}")
+            lock = json.loads(self._objects.read(LOCK) or b"{}")
         except ValueError:
-            found = {}
-        return found if isinstance(found, dict) else {}
+            lock = {}
+        return lock if isinstance(lock, dict) else {}
 
 
 def _named(holder: dict[str, Any]) -> str:

@@ -73,8 +73,8 @@ class Mirror:
         self._kept[store.directory.name] = store, policy, more
         self._wake.set()
         parent, _, name = self._under_way.rpartition("/")
-        found = store.checkpoints() if parent == store.directory.name else []
-        return frozenset(entry.step for entry in found if entry.path.name == name)
+        checkpoints = store.checkpoints() if parent == store.directory.name else []
+        return frozenset(entry.step for entry in checkpoints if entry.path.name == name)
 
     def wait_for(self, checkpoint: Path) -> None:
         """Wait until a checkpoint, if it is of the folder, is at the address for other machines."""

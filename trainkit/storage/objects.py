@@ -49,16 +49,16 @@ class Objects:
         import obstore
 
         with self._asking(prefix):
-            found = [each for batch in obstore.list(self._store, prefix or None) for each in batch]
-        return {each["path"]: each["size"] for each in found}
+            listed = [each for batch in obstore.list(self._store, prefix or None) for each in batch]
+        return {each["path"]: each["size"] for each in listed}
 
     def folders(self) -> list[str]:
         """Return the names that have others below them."""
         import obstore
 
         with self._asking(""):
-            found = obstore.list_with_delimiter(self._store)
-        return [prefix.rstrip("/").rpartition("/")[2] for prefix in found["common_prefixes"]]
+            listed = obstore.list_with_delimiter(self._store)
+        return [prefix.rstrip("/").rpartition("/")[2] for prefix in listed["common_prefixes"]]
 
     def write(self, name: str, content: bytes) -> None:
         """Write an object, whatever was there."""
@@ -135,8 +135,8 @@ class Objects:
         import obstore
 
         with self._asking(name, may_lack=True):
-            found = obstore.head(self._store, name)
-        return str(found["e_tag"]), found["size"], found["last_modified"]
+            meta = obstore.head(self._store, name)
+        return str(meta["e_tag"]), meta["size"], meta["last_modified"]
 
     def delete(self, names: Iterable[str]) -> None:
         """Remove objects; one that is not there is removed."""

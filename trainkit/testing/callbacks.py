@@ -45,8 +45,8 @@ def check_callback(
     for size in processes:
         with tempfile.TemporaryDirectory(prefix="trainkit-") as folder:
             arguments = (make_callback, size, Path(folder), changes_training)
-            found = on_processes(size, _observe, *arguments, timeout_seconds=timeout_seconds)
-        assert task.same(found), (
+            results = on_processes(size, _observe, *arguments, timeout_seconds=timeout_seconds)
+        assert task.same(results), (
             f"On {size} processes, results or weights differ between processes."
         )
 

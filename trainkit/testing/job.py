@@ -99,10 +99,10 @@ def _fit(job: Communicator, dtype: torch.dtype, **options: Any) -> dict[str, Ten
 
 
 def _precision(precision: str, job: Communicator) -> None:
-    found = _fit(job, torch.float32, precision=precision)
-    is_finite = all(bool(weight.isfinite().all()) for weight in found.values())
-    everywhere = job.processes.all_gather_objects(found)
-    different = [rank for rank, each in enumerate(everywhere) if not task.same([each, found])]
+    weights = _fit(job, torch.float32, precision=precision)
+    is_finite = all(bool(weight.isfinite().all()) for weight in weights.values())
+    everywhere = job.processes.all_gather_objects(weights)
+    different = [rank for rank, each in enumerate(everywhere) if not task.same([each, weights])]
     _require(is_finite, f"Training in {precision} gave weights that are not finite.")
     _require(not different, f"Process {different} and this one have different weights.")
 
@@ -116,8 +116,8 @@ def _training(job: Communicator) -> None:
         loss: Tensor = nn.functional.cross_entropy(model(inputs), targets)
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
-    found, alone = _fit(job, dtype), task.weights(model)
-    error = max(float((found[name] - alone[name]).abs().max()) for name in alone)
+    together, alone = _fit(job, dtype), task.weights(model)
+    error = max(float((together[name] - alone[name]).abs().max()) for name in alone)
     allowed = 4096 * torch.finfo(dtype).eps  # sums in another order
     _require(error < allowed, f"Weights differ by {error:.2g} from those of one process.")
 
@@ -185,20 +185,20 @@ def leave_results(folder: Path, part: str, most: int) -> None:
         run = partial(_train, 4 * most // size, kind, strategy=strategy)
         wide = partial(run, dtype=wide_dtype(kind))
         own = folder / f"{kind}-{size}-{strategy}"
-        found: dict[str, Any] = {}
+        trained: dict[str, Any] = {}
         if is_first:
-            found = {"run": run(output_dir=own), "wide": wide()}
-            found["accumulated"] = wide(gradient_accumulation_steps=2)
+            trained = {"run": run(output_dir=own), "wide": wide()}
+            trained["accumulated"] = wide(gradient_accumulation_steps=2)
             if size > 1:
-                held = processes.all_gather_objects(found["run"])
-                found["run elsewhere"] = next((one for one in held if one != held[0]), held[0])
+                held = processes.all_gather_objects(trained["run"])
+                trained["run elsewhere"] = next((one for one in held if one != held[0]), held[0])
         else:
             saved = own / "checkpoints" / f"step-{_SAVED:08d}"
-            found = {"run again": run(), "resumed": run(resume=saved)}
+            trained = {"run again": run(), "resumed": run(resume=saved)}
         if size == 1:
             compiled = _tried(partial(wide, compile=_COMPILE))
-            found["compiled" if is_first else "compiled again"] = compiled
-        results |= {f"{strategy} {name}": values for name, values in found.items()}
+            trained["compiled" if is_first else "compiled again"] = compiled
+        results |= {f"{strategy} {name}": values for name, values in trained.items()}
     if processes.is_main:
         (folder / f"{kind}-{size}-{part}.json").write_text(json.dumps(results))
 

@@ -40,8 +40,8 @@ def check_precision(
     for size in processes:
         with tempfile.TemporaryDirectory(prefix="trainkit-") as folder:
             arguments = (make_precision, size, Path(folder))
-            found = on_processes(size, _observe, *arguments, timeout_seconds=timeout_seconds)
-        assert task.same(found), (
+            results = on_processes(size, _observe, *arguments, timeout_seconds=timeout_seconds)
+        assert task.same(results), (
             f"On {size} processes, weights or precision states differ between processes. What is "
             "random in a precision must be drawn alike on all."
         )
@@ -101,9 +101,9 @@ def _agree(overflow: Tensor) -> Tensor:
 
 def _check_gradients(precision: Precision) -> None:
     """Check that after `unscale` gradients have their true size, in accumulation too."""
-    found = _gradients(_set_up(precision))
+    gradients = _gradients(_set_up(precision))
     expected = _gradients(_set_up(FP32()))
-    error = float((found - expected).norm() / expected.norm())
+    error = float((gradients - expected).norm() / expected.norm())
     assert error <= CLOSE, (
         f"After two backwards and `unscale`, gradients are off from those of fp32 by the relative "
         f"error {error:.2g}, more than {CLOSE}. `unscale` must undo what `backward` scaled."

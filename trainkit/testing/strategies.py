@@ -64,13 +64,13 @@ def check_strategy(
         alone = partial(SingleDevice, device="cpu")
         expected = on_processes(1, _trainings, alone, task.GLOBAL_BATCH)[0]
     run(_check_no_sync, exact)
-    found = run(_trainings)
-    for kind in found[0]:
-        _check_training(kind, [of[kind] for of in found], expected and expected[kind], tolerance)
+    results = run(_trainings)
+    for kind in results[0]:
+        _check_training(kind, [of[kind] for of in results], expected and expected[kind], tolerance)
     with tempfile.TemporaryDirectory(prefix="trainkit-") as folder:
-        found = run(_troubles, Path(folder))  # processes that are not in step would hang in it
-    _check_overflow([of["overflow"] for of in found])
-    for rank, of in enumerate(found):
+        results = run(_troubles, Path(folder))  # processes that are not in step would hang in it
+    _check_overflow([of["overflow"] for of in results])
+    for rank, of in enumerate(results):
         assert not of["left"], f"`close` on process {rank} left {of['left']} behind."
 
 
@@ -100,9 +100,9 @@ class _Unwraps(task.Record):
 
     @override
     def on_fit_start(self, run: Run) -> None:
-        found = run.strategy.unwrap(run.model)
-        assert found is run.module, (
-            f"`unwrap` must return the module that was given to `wrap`, but returned {found!r}."
+        unwrapped = run.strategy.unwrap(run.model)
+        assert unwrapped is run.module, (
+            f"`unwrap` must return the module that was given to `wrap`, but returned {unwrapped!r}."
         )
 
 

@@ -201,11 +201,11 @@ class MLflowTracker(GeneralTracker):
         return True
 
     def _experiment(self) -> str:
-        if (found := self.client.get_experiment_by_name(self.experiment_name)) is None:
+        if (experiment := self.client.get_experiment_by_name(self.experiment_name)) is None:
             with suppress(*self._errors):  # another process may just have made it
                 self.client.create_experiment(self.experiment_name, self.logging_dir)
-            found = self.client.get_experiment_by_name(self.experiment_name)
-        return str(found.experiment_id)
+            experiment = self.client.get_experiment_by_name(self.experiment_name)
+        return str(experiment.experiment_id)
 
     def _note(self, **values: list[Any]) -> None:
         for kind, items in values.items():

@@ -116,13 +116,13 @@ def folder_for(output_dir: Path | None) -> Path | None:
 
 def read_all(folder: Path) -> list[tuple[Path, Report]]:
     """Return the reports in a folder, the earliest first; what is no report is left out."""
-    found: list[tuple[Path, Report]] = []
+    by_path: list[tuple[Path, Report]] = []
     known = {entry.name for entry in fields(Report)}
     for path in sorted(folder.glob("*.json")):
         with suppress(OSError, ValueError, TypeError):
             data = json.loads(path.read_text(encoding="utf-8"))
-            found.append((path, Report(**{k: v for k, v in data.items() if k in known})))
-    return sorted(found, key=lambda entry: entry[1].time)
+            by_path.append((path, Report(**{k: v for k, v in data.items() if k in known})))
+    return sorted(by_path, key=lambda entry: entry[1].time)
 
 
 def first_of(reports: list[tuple[Path, Report]]) -> tuple[Path, Report] | None:

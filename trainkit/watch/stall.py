@@ -136,12 +136,12 @@ class Crossed:
         if now - self._since < timing.WAITS:
             return False
         mine = self._this.place()
-        found = [
+        waiting = [
             (rank, position_of(answer["at"]))
             for rank, answer in self._answers.items()
             if mine["inside"] and answer["inside"] and _exclude(mine, answer)
         ]
-        self._crossed = {each: self._crossed.get(each, now) for each in found}
+        self._crossed = {each: self._crossed.get(each, now) for each in waiting}
         self._answers = {}
         if mine["inside"]:
             self._this.send({"kind": "where?"})

@@ -123,16 +123,16 @@ def progress(run: RunLog) -> list[tuple[int, float, float]]:
     Lost work is left out, but not the time that it took. Without events the clock of the metrics
     tells, which begins anew at each resume.
     """
-    found: dict[int, tuple[float, float]] = {}
+    steps: dict[int, tuple[float, float]] = {}
     before = 0.0
     for session, kept in zip(run.sessions, _kept_windows(run.sessions), strict=True):
         for event in session.events:
             if event.attempts <= kept:
-                found.setdefault(event.step, (event.samples, before + event.total))
+                steps.setdefault(event.step, (event.samples, before + event.total))
         before += session.last.total
-    for at in run.progress if not found else ():
-        found.setdefault(at.step, (at.samples, at.seconds))
-    return [(step, *found[step]) for step in sorted(found)]
+    for at in run.progress if not steps else ():
+        steps.setdefault(at.step, (at.samples, at.seconds))
+    return [(step, *steps[step]) for step in sorted(steps)]
 
 
 def throughput(run: RunLog) -> list[tuple[int, float]]:

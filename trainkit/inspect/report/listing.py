@@ -62,11 +62,11 @@ def _facts_of_ends(path: Path, events: Path) -> dict[str, Any]:
 
 
 def _last_lines(path: Path) -> list[dict[str, Any]]:
-    found = []
+    last = []
     for _, line in islice(lines_from_end(path), _LAST_LINES):
         with suppress(*MALFORMED):
-            found.append(parse_line(line))
-    return [line for line in reversed(found) if line]
+            last.append(parse_line(line))
+    return [line for line in reversed(last) if line]
 
 
 def facts(run: RunLog) -> dict[str, Any]:
@@ -95,13 +95,13 @@ def facts(run: RunLog) -> dict[str, Any]:
 
 def _best(run: RunLog) -> dict[str, dict[str, Any]]:
     """Return the best of each metric of which it is known what is better, its step, and that."""
-    found = {}
+    by_metric = {}
     for name, is_higher_better in {"eval/loss": False, **run.higher_is_better}.items():
         points = [point for point in run.curves.get(name, []) if not math.isnan(point[1])]
         if points:
             step, best = (max if is_higher_better else min)(points, key=lambda point: point[1])
-            found[name] = {"value": best, "step": step, "higher_is_better": is_higher_better}
-    return found
+            by_metric[name] = {"value": best, "step": step, "higher_is_better": is_higher_better}
+    return by_metric
 
 
 def _state(session: Session) -> str:

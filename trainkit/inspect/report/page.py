@@ -196,8 +196,8 @@ def _configuration(runs: Sequence[RunLog]) -> str:
     equal = {name: [row for row in rows if not row.differs] for name, rows in groups.items()}
     same = "".join(_group(name, rows) for name, rows in equal.items() if rows)
     cells = [[row.name, *row.cells] for row in differing]
-    found = _compared(runs, cells) or '<p class="hint">None.</p>'
-    return _card("Differences in configuration", found) + _card(
+    table = _compared(runs, cells) or '<p class="hint">None.</p>'
+    return _card("Differences in configuration", table) + _card(
         "Equal in all runs", f'<div class="groups">{same}</div>' if same else ""
     )
 

@@ -256,13 +256,13 @@ def read_runs(paths: Iterable[Path]) -> list[RunLog]:
     """
     runs: list[RunLog] = []
     missing: list[ConfigError] = []
-    found: list[Path] = []
+    to_read: list[Path] = []
     for path in paths:
         is_folder_of_runs = isdir(path) and not isfile(path / METRICS)
         within = find_runs(path) if is_folder_of_runs else ()
         logs = [each for each in within if each.name != CHECKPOINTS]
-        found += sorted(logs, key=_counted) or [path]
-    for log in found:
+        to_read += sorted(logs, key=_counted) or [path]
+    for log in to_read:
         try:
             runs.append(_read(log))
         except ConfigError as error:
@@ -305,13 +305,13 @@ def read_run(path: Path) -> RunLog:
 
 def find_runs(folder: Path) -> list[Path]:
     """Return the runs in a folder and below: files of metrics, or folders of checkpoints alone."""
-    found: list[Path] = []
+    runs: list[Path] = []
     for parent, folders, names in os.walk(folder, onerror=_leave_out):
         logs = {METRICS, *(n.replace(_EVENTS, ".jsonl") for n in names if n.endswith(_EVENTS))}
         parts = sorted(logs.intersection(names)) or sorted({CHECKPOINTS}.intersection(folders))
-        found += [Path(parent, part) for part in parts]
+        runs += [Path(parent, part) for part in parts]
         folders[:] = sorted({*folders} - {CHECKPOINTS})  # which hold no run
-    return found
+    return runs
 
 
 def _leave_out(error: OSError) -> None:
@@ -342,9 +342,9 @@ def _read(path: Path) -> RunLog:
     run = RunLog(name=basename(realpath(path)), path=file)
     events = events_of(file)
     if lexists(events):
-        for found in stretches(events, lambda line: Event.of(json_object(line)), STRETCHES):
-            run.unreadable += found.count(None)
-            run.add_events([event for event in found if event is not None])
+        for batch in stretches(events, lambda line: Event.of(json_object(line)), STRETCHES):
+            run.unreadable += batch.count(None)
+            run.add_events([event for event in batch if event is not None])
     for lines in stretches(file, parse_line, STRETCHES):
         run.unreadable += lines.count(None)
         run.add_lines([line for line in lines if line])

@@ -83,9 +83,9 @@ def axes(run: RunLog, most: int) -> dict[str, list[Point]]:
             ends.setdefault(at.epoch, at.step)
         epochs = [(0 if epoch == 0 else step, epoch) for epoch, step in ends.items()]
     times = [(step, round(seconds, 3)) for step, _, seconds in known]
-    found = {"time": times, "epoch": epochs, "samples": samples}
+    units = {"time": times, "epoch": epochs, "samples": samples}
     return {
         name: points[:: -(-len(points) // most)] + points[-1:]
-        for name, points in found.items()
+        for name, points in units.items()
         if any(value > 0 for _, value in points)
     }
