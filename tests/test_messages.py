@@ -12,7 +12,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 import trainkit.callbacks
 import trainkit.metrics
@@ -250,8 +257,15 @@ def test_names_of_other_frameworks_are_answered_by_ours() -> None:
 
 def test_what_is_likely_no_use_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     trainer, data = make_trainer(), TensorDataset(torch.rand(8, 4), torch.zeros(8, 1))
-    with pytest.warns(UserWarning, match="this loader shuffles"):
-        trainer.predict(nn.Linear(4, 1), DataLoader(data, shuffle=True))
+    drawn = WeightedRandomSampler([1.0] * 8, 8)
+    for options in (
+        {"shuffle": True},
+        {"sampler": drawn},
+        {"sampler": SubsetRandomSampler(range(8))},
+        {"batch_sampler": BatchSampler(drawn, 4, drop_last=False)},
+    ):
+        with pytest.warns(UserWarning, match="this loader draws"):
+            trainer.predict(nn.Linear(4, 1), DataLoader(data, **options))
     with pytest.warns(UserWarning, match="nothing to compute"):
         assert trainer.evaluate(nn.Linear(4, 1), DataLoader(data)) == {}
     fit(

@@ -296,3 +296,15 @@ def loaded_into_another_model(api: Any, strict: bool) -> Any:
     except Exception:
         return "refused"
     return own.weight.tolist(), own.bias.tolist()
+
+
+@behaviour({})
+def prepared_stateful(api: Any) -> Any:
+    """Whether two loaders that keep their place leave the global generator alone until a pass."""
+    api.set_seed(5)
+    before = torch.get_rng_state()
+    config = api.DataLoaderConfiguration(use_stateful_dataloader=True)
+    accelerator = api.Accelerator(cpu=True, dataloader_config=config)
+    data = numbers(12)
+    accelerator.prepare(DataLoader(data, 4, shuffle=True), DataLoader(data, 4))
+    return torch.equal(before, torch.get_rng_state())

@@ -157,6 +157,7 @@ DIFFERENCES: list[tuple[str, tuple[int, ...], str, Callable[[str], Expected]]] =
         "a sampler beside `batch_size=None` is not lost",
         _all_come_shuffled,
     ),
+    ("prepared_stateful(", (1,), "`prepare` draws no random number", _is(True)),
     ("scaled_mean(", (1, 2), "`scale` acts, and not on TPUs alone", _is([2.0])),
 ]
 

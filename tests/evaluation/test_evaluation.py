@@ -119,7 +119,7 @@ def predict(rank: int, samples: int, shuffle: bool) -> Tensor:
             return {"predictions": batch[0]}
 
     loader = DataLoader(make_data(samples), batch_size=2, shuffle=shuffle)
-    with pytest.warns(match="this loader shuffles") if shuffle else nullcontext():
+    with pytest.warns(match="this loader draws") if shuffle else nullcontext():
         result = Echo(max_steps=1, callbacks=[]).predict(make_model(), loader)
     assert isinstance(result, Tensor)
     return result

@@ -353,9 +353,9 @@ class Nested(Trainer):
 
 
 def test_predictions_are_on_the_host() -> None:
-    with pytest.warns(match="this loader shuffles"):
+    with pytest.warns(match="this loader draws"):
         scores = Trainer(max_steps=1, callbacks=[]).predict(network(), data())
-    with pytest.warns(match="this loader shuffles"):
+    with pytest.warns(match="this loader draws"):
         nested = Nested(max_steps=1, callbacks=[]).predict(network(), data())
     for tensor in (scores, *nested["pair"], *(row["row"] for row in nested["rows"])):
         assert tensor.device.type == "cpu"

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -346,3 +346,25 @@ def test_so_it_does_in_a_loop_of_your_own(tmp_path: Path) -> None:
     run(2, load=False)
     _, optimizer = run(1, load=True)
     assert (optimizer.count, optimizer.state["all"]) == (3, {"steps": 3})
+
+
+class Replaces(Callback):
+    """Puts a new last layer into the model and into the optimizer's group."""
+
+    def on_epoch_start(self, run: Run) -> None:
+        if run.state.epoch == 1:
+            model, group = cast("Any", run.module), run.optimizer.param_groups[0]
+            old, model[-1] = [*model[-1].parameters()], nn.Linear(8, 2)
+            kept = [p for p in group["params"] if all(p is not each for each in old)]
+            group["params"] = [*kept, *model[-1].parameters()]
+
+
+def test_the_state_of_a_layer_that_was_replaced_is_named(tmp_path: Path) -> None:
+    trainer = Trainer(max_epochs=2, output_dir=tmp_path, callbacks=[Replaces(), Checkpoint()])
+    with pytest.raises(CheckpointError, match=r"the shapes \[\[2, 8\], \[2\]\].*state.pop"):
+        trainer.fit(
+            toy_model(),
+            DataLoader(toy_dataset(), 8),
+            optimizer=partial(torch.optim.Adam, lr=0.1),
+            loss_fn=nn.CrossEntropyLoss(),
+        )

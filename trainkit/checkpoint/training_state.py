@@ -121,7 +121,14 @@ def named_optimizer_state(optimizer: Optimizer, parameters: Mapping[str, Tensor]
         {**group, "params": [names[id(p)] for p in group["params"]]}
         for group in optimizer.param_groups
     ]
-    state = {names[id(p)]: dict(values) for p, values in parameter_states(optimizer).items()}
+    states, held = parameter_states(optimizer), {n for group in groups for n in group["params"]}
+    if left := [[*p.shape] for p in states if names.get(id(p)) not in held]:
+        raise CheckpointError(
+            f"The optimizer holds a state for parameters of the shapes {left} that are in none of "
+            "its groups, as of a layer that was replaced. Take it out together with the layer, by "
+            "`optimizer.state.pop(parameter)`: no checkpoint, not torch's own either, can hold it."
+        )
+    state = {names[id(p)]: dict(values) for p, values in states.items()}
     return take_parts({"state": state, "groups": groups}) | other_state(optimizer)
 
 

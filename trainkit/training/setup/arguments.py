@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from trainkit import precision as precisions, strategies
 from trainkit.basics.config import TrainConfig, check_argument
@@ -102,9 +102,11 @@ def _look_up(
 
 def warn_of_shuffling(loader: Any) -> None:
     """Warn where what `predict` returns cannot be matched with the rows of the data set."""
-    if isinstance(getattr(loader, "sampler", None), RandomSampler):
+    batches = getattr(loader, "batch_sampler", None)
+    sampler = getattr(batches, "sampler", getattr(loader, "sampler", None))
+    if isinstance(sampler, RandomSampler | SubsetRandomSampler | WeightedRandomSampler):
         warnings.warn(
-            "`predict` returns what it says in the loader's order, and this loader shuffles: row 0 "
+            "`predict` returns what it says in the loader's order, and this loader draws it: row 0 "
             "is not that of the data set's first sample. Pass one with `shuffle=False`.",
             stacklevel=4,
         )
