@@ -1,5 +1,6 @@
 """Every callback of trainkit keeps the contract, and broken ones are told what they break."""
 
+import importlib
 import itertools
 import os
 from collections.abc import Callable, Mapping
@@ -8,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from optuna.trial import FixedTrial
 
 import trainkit.callbacks
 from tests.helpers.tiers import with_few
@@ -51,6 +51,8 @@ from trainkit.testing import check_callback
 
 def _trial() -> Any:
     """Return a trial that nobody prunes, on the process that has one."""
+    from optuna.trial import FixedTrial
+
     return FixedTrial({}) if os.environ.get("RANK", "0") == "0" else None
 
 
@@ -87,6 +89,13 @@ MAKE: dict[str, Callable[[], Callback]] = {
     "WandbLogger": lambda: WandbLogger(mode="offline"),
     "TimeLimit": lambda: TimeLimit(60),
 }
+IMPORTED = {
+    "LRFinder": ["matplotlib.figure", "matplotlib.backends.backend_agg"],
+    "MLflowLogger": ["mlflow"],
+    "OptunaPruning": ["optuna"],
+    "TensorBoardLogger": ["torch.utils.tensorboard"],
+    "WandbLogger": ["wandb", "matplotlib.pyplot"],
+}
 FUNCTIONS = {"main_process_only"}
 # These say of themselves that they change what is trained.
 CHANGES = {"FreezeUntil"}
@@ -100,6 +109,8 @@ def test_every_callback_is_under_contract() -> None:
 def test_callbacks(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file://{tmp_path}/mlruns")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # a database takes seconds to make
+    for package in IMPORTED.get(name, ()):  # once, instead of in each process of the check
+        importlib.import_module(package)
     check_callback(MAKE[name], changes_training=name in CHANGES)
 
 

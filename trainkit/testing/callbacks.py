@@ -55,8 +55,9 @@ def _observe(
     rank: int, make_callback: MakeCallback, size: int, folder: Path, changes_training: bool
 ) -> Any:
     batch = task.GLOBAL_BATCH // size
-    used = make_callback()
-    first = _train([used], batch, folder / "first")
+    made = [make_callback(), used := make_callback()]
+    first = task.check_resume("a callback", batch, folder / "first", lambda: _options([made.pop()]))
+    del first["losses"]
     if not changes_training:
         without = _train([], batch, folder / "without")
         kept = ("step", "skipped_steps", "epoch", "samples_seen", "weights")
@@ -74,7 +75,6 @@ def _observe(
         "one training."
     )
     task.check_state(used, make_callback(), used.name)
-    task.check_resume("a callback", batch, folder / "resume", lambda: _options([make_callback()]))
     _check_exception(make_callback, batch, folder)
     return first
 
