@@ -51,7 +51,8 @@ _READ_ONCE = (
 _MAY_DIFFER = (
     *("PYTHONPATH", "PYTHONUNBUFFERED"),
     *("LC_CTYPE", "TORCHELASTIC_", "TORCH_NCCL_", "TORCH_CPP_LOG", "TORCH_DISABLE_SHARE_"),
-    "TORCHINDUCTOR_CACHE_DIR",  # which an import sets where it is not there
+    # Which torch and sklearn set when they are imported.
+    *("TORCHINDUCTOR_CACHE_DIR", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"),
 )
 _CLONE = {"x86_64": 56, "aarch64": 220}.get(platform.machine(), 0)  # numbers of a system call
 _CLONE_PARENT, _SET_TID, _CLEAR_TID = 0x8000, 0x01000000, 0x00200000
