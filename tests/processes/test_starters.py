@@ -262,6 +262,31 @@ def test_a_number_that_two_processes_have_is_an_error(tasks: Tasks) -> None:
     assert any(each in text for _, text in ended for each in said), ended
 
 
+def test_a_program_that_a_process_starts_takes_no_place_of_the_job(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "TRAINKIT_JOINED": ""}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    members = [World(rank=rank, size=2) for rank in (0, 1)]
+    kept = rendezvous.Rendezvous()
+    kept.next_store(members[0])
+    kept.next_store(members[0])
+    with get_context("fork").Pool(1) as pool:
+        said = pool.map(_meet, members)
+    assert "started this program, is number 0 of the job" in said[0]
+    assert "Start it without `RANK` and `WORLD_SIZE`" in said[0]
+    assert said[1] == "met"
+
+
+def _meet(world: World) -> str:
+    try:
+        rendezvous.Rendezvous().next_store(world)
+    except ConfigError as error:
+        return str(error)
+    return "met"
+
+
 def test_machines_whose_first_one_is_unknown_get_the_line_to_write(tasks: Tasks) -> None:
     for code, text in tasks.run(of_mpirun(0, 4, 2), HYDRA):
         assert code == 1

@@ -16,6 +16,7 @@ from trainkit.errors import ConfigError, DistributedError
 INIT_METHOD = "TRAINKIT_INIT_METHOD"
 """Environment variable with the rendezvous to use instead of `env://`."""
 
+_JOINED = "TRAINKIT_JOINED"  # what a process says to those that it starts
 _MEET_SECONDS = 1800  # pods of one job may start long after each other
 _TASK_SECONDS = 300  # tasks are started together
 _ANSWER_SECONDS = 60  # of process 0, once its port is open
@@ -50,6 +51,7 @@ class Rendezvous:
 def _store(method: str, world: World) -> Store:
     if method == "env://":
         host, port = _address(world)
+        _join(f"number {world.rank} of the job at {host}:{port}")
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # the launcher's own
             own = _open(host, port) if world.is_main else _connect(host, port)
             _claim(own, world, f"{host}:{port}")
@@ -76,6 +78,18 @@ def _address(world: World) -> tuple[str, int]:
     if not port.isdecimal() or not 0 < int(port) < 65536:
         raise ConfigError(f"`MASTER_PORT` must be the number of a port, but is {port!r}.")
     return said["MASTER_ADDR"], int(port)
+
+
+def _join(as_what: str) -> None:
+    """Note who this is for the programs that it starts; raise in one that takes its place."""
+    pid, _, joined = os.environ.get(_JOINED, "").partition(" ")
+    if joined == as_what and pid != str(os.getpid()):
+        raise ConfigError(
+            f"Process {pid}, which started this program, is {as_what} already: this one would wait "
+            "for ever. Start it without `RANK` and `WORLD_SIZE` in its environment, and it is "
+            "alone, or by `trainkit launch`, as a job of its own."
+        )
+    os.environ[_JOINED] = f"{os.getpid()} {as_what}"
 
 
 def _open(host: str, port: int) -> Store:
