@@ -76,8 +76,9 @@ def pytest_collection_finish() -> None:
     settle()
 
 
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Import what is needed by a few modules of tests."""
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> None:
+    """Import what is needed by a few modules of tests, before the test or a fork for it begins."""
     if isinstance(item, pytest.Function):
         import_late(vars(item.module))
 
