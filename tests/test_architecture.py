@@ -118,6 +118,14 @@ def _nodes(tree: ast.AST) -> list[ast.AST]:
     return [*ast.walk(tree)]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _trees_do_not_stay() -> Iterator[None]:
+    """Forget them: each fork of a later test would pay for some hundred MB."""
+    yield
+    _nodes.cache_clear()
+    _tree.cache_clear()
+
+
 def _room(path: Path) -> str:
     """Return the part of trainkit that `path` belongs to; empty for the public face."""
     parts = path.relative_to(ROOT).with_suffix("").parts

@@ -21,6 +21,7 @@ from tests.data.toys import (
     values,
 )
 from tests.helpers.ranks import RanksError, run_ranks
+from tests.helpers.tiers import with_few
 from trainkit.data import (
     ActiveLoaders,
     MicroBatch,
@@ -65,7 +66,7 @@ def _read_streams(rank: int, workers: int) -> list[list[Told]]:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("size", with_few([3], [1, 3]))
 def test_a_stream_is_used_once_whoever_reads_it(size: int, workers: int) -> None:
     ranks = run_ranks(size, _read_streams, workers)
     for case, length in enumerate(LENGTHS):

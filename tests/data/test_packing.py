@@ -194,7 +194,7 @@ def first_update(make: Any, data: Any, batch: int, attention: str, **loader: Any
     ("make", "attention", "mask"),
     [
         (llama, "sdpa", True),
-        (llama, "eager", True),
+        pytest.param(llama, "eager", True, marks=pytest.mark.e2e),
         pytest.param(llama, "eager", False, marks=pytest.mark.e2e),
         pytest.param(llama, "sdpa", False, marks=pytest.mark.e2e),
         pytest.param(gpt2, "sdpa", True, marks=pytest.mark.e2e),

@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR, SequentialLR, StepLR
 from torch.utils.data import ConcatDataset, DataLoader, Subset, default_collate, random_split
 
 from tests.helpers.ranks import in_turn, run_ranks
+from tests.helpers.tiers import with_few
 from tests.helpers.toys import fit, make_trainer, toy_dataset, toy_model
 from trainkit import Accelerator, ConfigError, GradScalerKwargs, LRSchedule, Run, Trainer
 from trainkit.callbacks import Evaluation
@@ -158,7 +159,7 @@ def refusals(rank: int, folder: Path) -> list[str]:
     return texts
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", with_few([3], [2, 3]))
 def test_each_difference_is_named_with_its_values_and_processes(size: int, tmp_path: Path) -> None:
     found = run_ranks(size, refusals, tmp_path, timeout=240)
     assert all(texts == found[0] for texts in found)

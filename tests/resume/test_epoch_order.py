@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, RandomSampler, Sampler, WeightedRandomS
 
 from tests.accelerator.test_own_samplers import Own, Restored
 from tests.helpers.ranks import run_ranks
+from tests.helpers.tiers import with_few
 from tests.helpers.toys import fit as fit_toys, toy_dataset, toy_model
 from trainkit import Callback, CheckpointError, Run, Trainer
 from trainkit.callbacks import Checkpoint
@@ -343,7 +344,7 @@ def mine(how: str, folder: Path, stops: tuple[int, ...] = ()) -> list[int]:
     return seen
 
 
-@pytest.mark.parametrize("how", ["tensor", "list", "data", "number", "passes"])
+@pytest.mark.parametrize("how", with_few(["data"], ["tensor", "list", "data", "number", "passes"]))
 def test_a_sampler_that_training_changes_goes_on_as_it_was(how: str, tmp_path: Path) -> None:
     whole = mine(how, tmp_path / "whole")
     assert len({tuple(whole[at : at + SAMPLES]) for at in range(0, 3 * SAMPLES, SAMPLES)}) == 3

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from tests.helpers.needs import late
+from tests.helpers.tiers import with_few
 from tests.system.programs import quantized
 from trainkit import Accelerator, CheckpointError, ConfigError, Trainer
 from trainkit.basics.quantized import hold_quantized, made_by
@@ -24,6 +25,7 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:MatMul8bitLt:UserWarning",
 )
 BITS = pytest.mark.parametrize("bits", [4, 8])
+BITS_BY_TIER = pytest.mark.parametrize("bits", with_few([4], [4, 8]))
 FROZEN = pytest.mark.parametrize("frozen", ["save", "reference"])
 Frozen = Literal["save", "reference"]
 
@@ -66,7 +68,7 @@ def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
     return all(torch.equal(first[name], second[name]) for name in first.keys() | second.keys())
 
 
-@BITS
+@BITS_BY_TIER
 @FROZEN
 def test_a_run_goes_on_as_if_it_had_never_stopped(
     bits: int, frozen: Frozen, tmp_path: Path

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.tiers import with_few
 from tests.right_programs.compare import run_seeds
 from tests.right_programs.program import draw
 
@@ -30,7 +31,7 @@ def check(seeds: list[int], processes: int, folder: Path) -> None:
         pytest.fail("\n\n".join(texts), pytrace=False)
 
 
-@pytest.mark.parametrize("processes", FIXED)
+@pytest.mark.parametrize("processes", with_few([1], FIXED))
 def test_right_programs_are_run_as_by_hand(processes: int, tmp_path: Path) -> None:
     check([*FIXED[processes]], processes, tmp_path)
 

@@ -9,12 +9,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from tests.helpers.tiers import with_few
 from trainkit.precision import BF16, FP16, FP32
 from trainkit.precision.precision import Precision
 from trainkit.testing import check_precision
 
+MAKE: list[Callable[[], Precision]] = [FP32, BF16, FP16, lambda: FP16(growth_interval=2)]
 
-@pytest.mark.parametrize("precision", [FP32, BF16, FP16, lambda: FP16(growth_interval=2)])
+
+@pytest.mark.parametrize("precision", with_few([FP16], MAKE))
 def test_precisions(precision: Callable[[], Precision]) -> None:
     check_precision(precision)
 
