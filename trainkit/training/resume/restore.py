@@ -175,7 +175,8 @@ def _load(
     if news := put_own(model, "model", own, same_size=same_size):
         run.print(f"trainkit: {news}")
     foreign = any(not type(c).__module__.startswith("trainkit.") for c in callbacks.callbacks)
-    changed = any(name.startswith("data") for name in states["attributes"].get("changed", ()))
+    found = states["attributes"].get("changed")  # whose form is looked at below
+    changed = isinstance(found, dict) and any(f"{name}".startswith("data") for name in found)
     late = str(path) if run.checkpoints.objects or foreign or changed else None
     unfit += order_problems(manifest.metadata.get("order"), state.counters, run, late=late)
     refuse(path, unfit + model_problems(model, run.module))
