@@ -4,7 +4,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -52,7 +52,7 @@ def loaded_by(module: str) -> set[str]:
     return set(answer.stdout.split()) & files().keys()
 
 
-@cache
+@lru_cache(16)  # all together are some hundred MB, which each fork of a later test would share
 def _tree(name: str) -> ast.Module:
     return ast.parse(files()[name].read_text(encoding="utf-8"))
 
@@ -60,7 +60,8 @@ def _tree(name: str) -> ast.Module:
 def _nodes(tree: ast.AST, *, for_types: bool) -> Iterator[ast.AST]:
     yield tree
     for node in ast.iter_child_nodes(tree):
-        is_typing = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        test = node.test if isinstance(node, ast.If) else None
+        is_typing = isinstance(test, ast.Name) and test.id == "TYPE_CHECKING"
         if for_types or not is_typing:
             yield from _nodes(node, for_types=for_types)
 
