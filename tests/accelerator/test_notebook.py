@@ -12,6 +12,7 @@ import torch
 
 from trainkit import Accelerator, notebook_launcher
 from trainkit.distributed.group import SECRET
+from trainkit.distributed.watch import EXIT_OTHER_FAILED
 from trainkit.errors import ConfigError, DistributedError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -128,6 +129,18 @@ def test_the_others_hear_why_a_process_raised(capsys: pytest.CaptureFixture[str]
     told = capsys.readouterr().err
     assert "ValueError: mine" in told
     assert "without a word" not in told
+
+
+def _raise_after_who_follows() -> None:
+    if os.environ["RANK"] == "0":
+        os._exit(EXIT_OTHER_FAILED)
+    time.sleep(0.5)
+    raise ValueError("mine")
+
+
+def test_who_raised_is_named_though_another_ends_earlier() -> None:
+    with pytest.raises(DistributedError, match=r"Process 1 raised:[\s\S]*ValueError: mine"):
+        notebook_launcher(_raise_after_who_follows, num_processes=2)
 
 
 def test_what_cannot_work_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

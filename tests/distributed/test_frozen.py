@@ -25,10 +25,11 @@ from tests.system.faults import FAULTS, inject
 from tests.system.harness import Job, running
 from trainkit import Accelerator
 from trainkit.distributed import Processes
+from trainkit.distributed.watch import EXIT_OTHER_FAILED
 from trainkit.launch import workers
 from trainkit.watch import connections, timing
 from trainkit.watch.connections import Line
-from trainkit.watch.exit import EXIT_OTHER_FAILED, EXIT_STALLED
+from trainkit.watch.exit import EXIT_STALLED
 from trainkit.watch.job_watch import JobWatch
 from trainkit.watch.member import Member, started_at
 from trainkit.watch.report import first_of, read_all

@@ -32,11 +32,11 @@ from tests.helpers.warm import warm
 from tests.system.harness import TIME_LIMIT, Job, running
 from trainkit import Accelerator, Callback, Run, Trainer, Watchdog
 from trainkit.distributed import Processes
+from trainkit.distributed.watch import EXIT_OTHER_FAILED
 from trainkit.errors import ConfigError
 from trainkit.launch import failure
 from trainkit.watch import timing, where
 from trainkit.watch.connections import GONE, Address, Links, open_server, reach_server
-from trainkit.watch.exit import EXIT_OTHER_FAILED
 from trainkit.watch.hints import hint_for
 from trainkit.watch.job_watch import JobWatch
 from trainkit.watch.member import Member

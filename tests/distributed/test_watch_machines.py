@@ -19,7 +19,8 @@ from tests.helpers.tiers import with_few
 from tests.system.harness import Job, running
 from trainkit import Callback, Run, StepResult, Trainer, Watchdog
 from trainkit.distributed import Processes, check_called_by_all
-from trainkit.watch.exit import EXIT_OTHER_FAILED, EXIT_STALLED
+from trainkit.distributed.watch import EXIT_OTHER_FAILED
+from trainkit.watch.exit import EXIT_STALLED
 from trainkit.watch.job_watch import JobWatch
 from trainkit.watch.member import Member
 from trainkit.watch.report import first_of, read_all

@@ -25,6 +25,7 @@ from trainkit.basics.systems import require_fork
 from trainkit.distributed import Processes
 from trainkit.distributed.group import SECRET
 from trainkit.distributed.rendezvous import INIT_METHOD
+from trainkit.distributed.watch import EXIT_OTHER_FAILED
 from trainkit.errors import ConfigError, DistributedError
 
 GRACE_SECONDS = 2.0  # for the others to end by themselves after one has failed
@@ -131,9 +132,17 @@ def _run_forked(count: int, task: tuple[Any, ...]) -> None:
     for thread in shows:
         thread.daemon = True
         thread.start()
+    followed: ProcessExitedException | None = None  # the end of one that another has ended
     try:
-        while not context.join(grace_period=GRACE_SECONDS):
-            pass
+        while context.sentinels:
+            try:
+                context.join(grace_period=GRACE_SECONDS)
+            except ProcessExitedException as error:  # of those that end together torch takes any
+                if error.exit_code != EXIT_OTHER_FAILED:
+                    raise
+                followed = followed or error
+        if followed is not None:
+            raise followed
     finally:  # also where the notebook is interrupted
         for process in context.processes:
             process.kill()

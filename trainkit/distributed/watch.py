@@ -7,6 +7,9 @@ from typing import Any, Protocol
 
 from trainkit.basics.config import Watchdog
 
+EXIT_OTHER_FAILED = 69
+"""Exit code of a process that left because of another: EX_UNAVAILABLE of sysexits.h."""
+
 
 class Progress(Protocol):
     """What is watched for progress: a run."""

@@ -15,6 +15,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from trainkit.basics.console import put
 from trainkit.basics.signals import CAUGHT, EXIT_LATER, exit_code
 from trainkit.distributed.group import SECRET
+from trainkit.distributed.watch import EXIT_OTHER_FAILED
 from trainkit.errors import DistributedError
 from trainkit.launch.link import ASKED, FAILED, LOST, End, JobEnded
 from trainkit.launch.machine import INTERFACE_VARIABLES
@@ -22,7 +23,6 @@ from trainkit.launch.meeting import Meeting
 from trainkit.launch.orphan_killer import OrphanKiller
 from trainkit.launch.plan import Plan
 from trainkit.launch.workers import Attempt, Workers, described, shell_code
-from trainkit.watch.exit import EXIT_OTHER_FAILED
 from trainkit.watch.listening import ADDRESS_VARIABLE
 from trainkit.watch.report import FOLDER_VARIABLE, read_all
 

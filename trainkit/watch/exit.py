@@ -18,8 +18,6 @@ from trainkit.watch.report import Report
 
 EXIT_FAILED = 1
 """Exit code of a process that failed by itself, as Python's own."""
-EXIT_OTHER_FAILED = 69
-"""Exit code of a process that left because of another: EX_UNAVAILABLE of sysexits.h."""
 EXIT_STALLED = 70
 """Exit code of all processes after the watchdog ended the job: EX_SOFTWARE of sysexits.h."""
 

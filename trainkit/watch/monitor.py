@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.basics.host import kernel_kills, process_memory
-from trainkit.distributed.watch import Progress
+from trainkit.distributed.watch import EXIT_OTHER_FAILED, Progress
 from trainkit.watch import exit, report as reports, timing
 from trainkit.watch.callers import Callers
 from trainkit.watch.connections import GONE, Message
-from trainkit.watch.exit import EXIT_FAILED, EXIT_OTHER_FAILED, EXIT_STALLED
+from trainkit.watch.exit import EXIT_FAILED, EXIT_STALLED
 from trainkit.watch.member import Member
 from trainkit.watch.report import Report
 from trainkit.watch.stall import Crossed, Inquiry, Verdict, examples, is_frozen
