@@ -75,8 +75,8 @@ def candidates(
         step = next((entry.step for entry in found if entry.path == path), None)
         if later := [e.step for e in on_the_way(found) if step is not None and e.step > step]:
             report(
-                f"trainkit: the run goes back to step {step}. From its next save on, "
-                f'`resume="auto"` and the best pass over its later checkpoints {later}.'
+                f'trainkit: the run goes back to step {step}. After its next save, `resume="auto"` '
+                f"and the best pass over {later}, which `keep_last` then removes first."
             )
         yield str(path)
         return
