@@ -19,7 +19,7 @@ DEMO := runs/sentiment
 help:
 	@echo "make demo    train the Chinese review classifier on two processes, then check its figures"
 	@echo "make data    fetch what the examples train on into data/ and .venv"
-	@echo "make test    run most tests and one of each kind that starts programs, in 5 minutes"
+	@echo "make test    run most tests and one of each kind that starts programs, in 4 minutes"
 	@echo "make test-all  run all tests, in 20 minutes: what every push runs"
 	@echo "make test-behaviour  run the rows of docs/behaviour.md, in a minute"
 	@echo "make test-versions  run the fast tests with the lowest and the newest Python, torch, ..."

@@ -64,6 +64,7 @@ def test_two_processes_have_the_losses_of_one() -> None:
     assert float(last.split()[5]) < 1e-5
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     "read", [lambda path: causal_lm.read_records(path, column="text"), read_parts]
 )

@@ -193,7 +193,7 @@ def first_update(make: Any, data: Any, batch: int, attention: str, **loader: Any
 @pytest.mark.parametrize(
     ("make", "attention", "mask"),
     [
-        (llama, "sdpa", True),
+        pytest.param(llama, "sdpa", True, marks=pytest.mark.e2e),
         pytest.param(llama, "eager", True, marks=pytest.mark.e2e),
         pytest.param(llama, "eager", False, marks=pytest.mark.e2e),
         pytest.param(llama, "sdpa", False, marks=pytest.mark.e2e),

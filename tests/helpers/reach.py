@@ -58,12 +58,13 @@ def _tree(name: str) -> ast.Module:
 
 
 def _nodes(tree: ast.AST, *, for_types: bool) -> Iterator[ast.AST]:
-    yield tree
-    for node in ast.iter_child_nodes(tree):
+    waiting = [tree]
+    while waiting:
+        node = waiting.pop()
         test = node.test if isinstance(node, ast.If) else None
-        is_typing = isinstance(test, ast.Name) and test.id == "TYPE_CHECKING"
-        if for_types or not is_typing:
-            yield from _nodes(node, for_types=for_types)
+        if for_types or not (isinstance(test, ast.Name) and test.id == "TYPE_CHECKING"):
+            yield node
+            waiting += ast.iter_child_nodes(node)
 
 
 @cache
@@ -77,6 +78,7 @@ def _imported(name: str) -> tuple[str, ...]:
     return tuple(each for each in found if each in files())
 
 
+@cache
 def _home(package: str, name: str) -> str:
     """Return the module that defines a name which a package gives."""
     known = files()

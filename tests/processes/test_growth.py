@@ -40,6 +40,7 @@ def test_a_logged_figure_takes_few_calls() -> None:
     assert many["calls a step"] - few["calls a step"] <= 50 * 15
 
 
+@pytest.mark.e2e
 @pytest.mark.usefixtures("untimed")
 def test_tensors_of_parameters_cost_what_they_cost_in_a_raw_loop() -> None:
     few, many = growth.parameter_tensors(1), growth.parameter_tensors(50)

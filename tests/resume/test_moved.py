@@ -2,9 +2,12 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.resume.moved import read, write
 
 
+@pytest.mark.e2e
 def test_a_checkpoint_that_was_moved_is_read_and_goes_on(tmp_path: Path) -> None:
     write(0, range(3), 1, tmp_path / "written")
     assert read(0, 1, tmp_path / "written", tmp_path) == (

@@ -207,6 +207,7 @@ class Watches(Callback):
         torch.save(run.module, self.file)
 
 
+@pytest.mark.e2e
 def test_an_evaluation_is_in_float8_and_a_copy_is_not() -> None:
     watch: Watches = Watches(lambda: trainer)
     trainer = Trainer(max_steps=3, precision="fp8", callbacks=[watch])

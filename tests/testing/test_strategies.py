@@ -25,7 +25,7 @@ def test_ddp(processes: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:FSDP gains nothing")
-@pytest.mark.parametrize("processes", with_few([1], [1, 2, 3]))
+@pytest.mark.parametrize("processes", with_few([], [1, 2, 3]))
 def test_fsdp(processes: int) -> None:
     check_strategy(FSDP, processes=processes)
 
