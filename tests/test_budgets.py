@@ -34,7 +34,7 @@ def test_files_stay_short() -> None:
     assert not too_long
 
 
-LIMITS = {"trainkit": 60_656, "what the trainer can reach": 28_828, "what the loop imports": 4_406}
+LIMITS = {"trainkit": 60_661, "what the trainer can reach": 28_833, "what the loop imports": 4_406}
 """Lines. Where less is reached the limit follows; 44,000 and 22,000 are wanted of the first two.
 
 5,590 of the first stand in rings that came last: object storage, more names of Accelerate, the page
@@ -48,7 +48,7 @@ go by a courier, and a checkpoint is read where the machine has it.
 1,539 in the core bring back what no state dict holds, of all kinds that programs have, also around
 callbacks, in records, estimators, samplers and optimizers, and key the generators of data sets.
 14 tell a program that a process started that it is no member of the job, and 10 which process of a
-notebook raised, where several end together.
+notebook raised, where several end together. 5 make no optimizer at the import.
 9 name states of parameters that an optimizer lost, and random samplers.
 42 order checkpoints by what a run saved after it went back, 41 of them in the core.
 29 give MLflow the options of its own `log_metrics` and keep paths as they were given.

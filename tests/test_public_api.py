@@ -156,3 +156,13 @@ def test_the_import_is_light() -> None:
     added = json.loads(result.stdout)
     assert not {name.split(".")[0] for name in added} & HEAVY
     assert len(added) <= MODULES_OVER_TORCH, added
+
+
+def test_neither_face_imports_what_compiles() -> None:
+    names = "Accelerator, Trainer; from trainkit.callbacks import Checkpoint, Evaluation, Summary"
+    code = f"import sys; from trainkit import {names}; print('torch._dynamo' in sys.modules)"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    result = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert result.stdout == "False\n"  # as long as the import of torch itself

@@ -36,7 +36,6 @@ _NO_OWNERS = (DataLoader, Dataset, Enum, LRScheduler, Optimizer, Sampler, tuple,
 _DICTS = tuple(kind for kind in IN_PLACE if issubclass(kind, dict))
 _PLAIN = (SimpleNamespace, Namespace, UserDict, UserList, ChainMap, Queue, LifoQueue, PriorityQueue)
 _FUNCTIONS = (FunctionType, MethodType, partial)
-_OF_EVERY_OPTIMIZER = vars(SGD([torch.zeros(())])).keys() | {"_opt_called", "step"}
 _NUMBERS = {bool, int, float}
 _SHARED = "multiprocessing.sharedctypes"
 
@@ -199,10 +198,16 @@ class Beside:
         held, is_schedule = _Slots(self.owner, []), isinstance(self.owner, LRScheduler)
         for name, value in [*held.items()]:
             is_state = isinstance(value, dict) and any(isinstance(key, Tensor) for key in value)
-            is_saved = name in _OF_EVERY_OPTIMIZER or is_state
+            is_saved = name in _of_every_optimizer() or is_state
             if not is_owner(value) if is_schedule else is_saved:
                 del held[name]
         return held
+
+
+@cache
+def _of_every_optimizer() -> set[str]:
+    """Return what each optimizer of torch has; to make one, torch imports its compiler."""
+    return vars(SGD([torch.zeros(())])).keys() | {"_opt_called", "step"}
 
 
 def state_of_schedule(schedule: Any) -> Any:
